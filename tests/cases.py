@@ -1,23 +1,17 @@
 """Cases of one test: pairs in place of full products, and quick cases run inside one test."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
-Axis = tuple[str, Iterable[Any]]
 
-
-def _split(names: str | Sequence[str]) -> list[str]:
+def _split(names):
     return names.replace(",", " ").split() if isinstance(names, str) else list(names)
 
 
-def pairs(*axes: Axis) -> tuple[list[str], list[tuple[Any, ...]]]:
+def pairs(*axes):
     """Rows in which each value of an axis meets each value of every other axis: names and values for `parametrize`.
 
     A full product grows with the number of axes. Most faults need one value or a pair of them.
@@ -42,13 +36,13 @@ def pairs(*axes: Axis) -> tuple[list[str], list[tuple[Any, ...]]]:
     return [name for own in names for name in own], values
 
 
-def cases(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def cases(names, rows):
     """Run a test once for all rows, each from the same seed; a failure names its row. For cases of milliseconds."""
     names, rows = _split(names), list(rows)
 
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+    def decorate(test):
         @functools.wraps(test)
-        def run(**fixtures: Any) -> None:
+        def run(**fixtures):
             for row in rows:
                 values = dict(zip(names, row if len(names) > 1 else (row,), strict=True))
                 torch.manual_seed(0)
@@ -61,7 +55,7 @@ def cases(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Callable
 
         signature = inspect.signature(test)
         rest = [p for name, p in signature.parameters.items() if name not in names]
-        run.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+        run.__signature__ = signature.replace(parameters=rest)
         return run
 
     return decorate

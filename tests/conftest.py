@@ -7,7 +7,6 @@ import tempfile
 # Before torch is imported: threads that wait for busy cores take minutes over tests of milliseconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -26,13 +25,13 @@ os.environ["FASTDP_STATE"] = _STATE.name
 os.environ["FASTDP_AGAIN"] = "1"
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What was imported stays: the garbage collector need not look through it again and again."""
     gc.collect()
     gc.freeze()
 
 
-def pytest_runtest_teardown() -> None:
+def pytest_runtest_teardown():
     """A run that outlives its test ends unheard: its warning would come up in the output of another test's program."""
     for reference in list(registry._DRIVEN.values()):
         driven = reference()
@@ -40,6 +39,6 @@ def pytest_runtest_teardown() -> None:
             driven.ending.expect()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     """Models start from the same weights in every run. Noise and samples have keys of their own, and stay random."""
     torch.manual_seed(0)

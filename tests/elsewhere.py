@@ -8,9 +8,7 @@ Every op of `fastdp.ops` that ran there is counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -30,7 +28,7 @@ class There(torch.Tensor):
     held: torch.Tensor
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor) -> There:
+    def __new__(cls, held):
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             held.shape,
@@ -42,24 +40,24 @@ class There(torch.Tensor):
         self.held = held
         return self
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_):
         return f"There({self.held})"
 
-    def tolist(self) -> Any:
+    def tolist(self):
         return self.held.tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise RuntimeError("a tensor of the device was used outside `elsewhere`")
 
 
 class _Device(TorchDispatchMode):
-    def __init__(self, implementation: str) -> None:
+    def __init__(self, implementation):
         super().__init__()
         self.implementation = implementation
-        self.ran: Counter[str] = Counter()
+        self.ran = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         given = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
         there = [a for a in given if isinstance(a, There)]
@@ -82,7 +80,7 @@ class _Device(TorchDispatchMode):
             return given[0]
         return tree_map(lambda r: There(r) if on_device and isinstance(r, torch.Tensor) else r, result)
 
-    def _refuse_mixing(self, func: Any, args: Any, given: list[torch.Tensor]) -> None:
+    def _refuse_mixing(self, func, args, given):
         if func.namespace == "fastdp":
             # A position is words that an op reads on the host.
             given = [a for a in given if isinstance(a, There) or a.dtype != torch.int32]
@@ -96,7 +94,7 @@ class _Device(TorchDispatchMode):
 class _Numbers(TorchFunctionMode):
     """Tensors made of numbers on the device: torch would drop their values before a dispatch mode sees them."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             return func(*args, **{**kwargs, "device": None}).to(kwargs["device"])
@@ -104,7 +102,7 @@ class _Numbers(TorchFunctionMode):
 
 
 @contextmanager
-def elsewhere(implementation: str = "cpu") -> Iterator[Counter[str]]:
+def elsewhere(implementation="cpu"):
     """Within, ``meta`` is a device whose ops are those of ``implementation``; yields how often each of ours ran there."""
     with _Device(implementation) as device, _Numbers():
         yield device.ran

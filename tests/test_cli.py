@@ -18,7 +18,7 @@ from fastdp.cli import app
 from fastdp.commands import training
 from fastdp.distribution import installed_version
 from fastdp.finetune.reporter import Forecast
-from tests.finetune.conftest import files, model_folder  # noqa: F401 - fixtures
+from tests.finetune.conftest import MACHINE, files, model_folder  # noqa: F401 - fixtures
 
 runner = CliRunner()
 
@@ -195,7 +195,8 @@ def test_help_names_and_explains_everything_in_80_columns():
                 assert words.issuperset(parameter.opts), path
 
 
-def test_a_switch_of_the_config_is_turned_off_by_a_flag(model_folder, files, tmp_path):  # noqa: F811
+def test_a_switch_of_the_config_is_turned_off_by_a_flag(model_folder, files, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("fastdp.finetune.plan.measure", lambda *_: MACHINE)
     config = tmp_path / "settings.yaml"
     config.write_text(yaml.safe_dump({"lora_fixed": True, "gradient_checkpointing": True}))
     arguments = ["plan", config, "--model", model_folder, "--train", files / "text.jsonl", "--epsilon", 8]

@@ -5,8 +5,6 @@ the other, in a folder with small models and files under the names that pages us
 is all that does not run here, and says what runs it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import functools
@@ -21,10 +19,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -108,14 +104,14 @@ SERVES = "fastdp split vendor"
 LAUNCHERS = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
+def blocks(page):
     """Kind and text of each fenced block."""
     found = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert {kind for kind, _ in found} <= OTHERS | {*SHELL}
     return found
 
 
-def commands(page: str) -> list[str]:
+def commands(page):
     """The command lines of a page, or of a settings file's first comment, without their comments."""
     if page.endswith(".yaml"):
         return re.findall(r"^#   (fastdp .*)", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
@@ -129,7 +125,7 @@ SHOWN |= {
 }
 
 
-def of(table: dict[str, Any], line: str) -> Any:
+def of(table, line):
     """What a table says of a command: by the longest phrase that the command holds."""
     found = [phrase for phrase in table if phrase in line]
     return table[max(found, key=len)] if found else None
@@ -139,11 +135,11 @@ def of(table: dict[str, Any], line: str) -> Any:
 
 
 @functools.cache
-def fastdp_itself() -> Any:
+def fastdp_itself():
     return get_command(app)
 
 
-def subcommand(words: list[str]) -> tuple[Any, list[str]]:
+def subcommand(words):
     """The command that words name, and its arguments."""
     command = fastdp_itself()
     while words and words[0] in getattr(command, "commands", {}):
@@ -151,7 +147,7 @@ def subcommand(words: list[str]) -> tuple[Any, list[str]]:
     return command, words
 
 
-def read_fastdp(words: list[str]) -> None:
+def read_fastdp(words):
     command, words = subcommand(words)
     assert not hasattr(command, "commands"), f"no such command: {words}"
     with contextlib.suppress(click.exceptions.Exit):
@@ -164,12 +160,12 @@ def read_fastdp(words: list[str]) -> None:
             assert {word for word in rest if word.startswith("--")} <= set(re.findall(r"--[\w-]+", told.getvalue()))
 
 
-def read_make(words: list[str]) -> None:
+def read_make(words):
     # What it would do, in a tree that has nothing yet; that it needs neither files nor targets that are not there.
     subprocess.run(["make", "-n", "VENV=build/none", *words], cwd=ROOT, check=True, capture_output=True)
 
 
-def read_python(words: list[str]) -> None:
+def read_python(words):
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1])
         return
@@ -177,18 +173,18 @@ def read_python(words: list[str]) -> None:
     assert all(f'"{word}"' in text for word in words[1:] if word.startswith("--") and word != "--help")
 
 
-def read_launcher(words: list[str]) -> None:
+def read_launcher(words):
     read_python(words[[word.endswith(".py") for word in words].index(True) :])
 
 
-def read_pip(words: list[str]) -> None:
+def read_pip(words):
     assert words[0] == "install"
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     asked = [extra for word in words for group in re.findall(r"\[(.*?)\]", word) for extra in group.split(",")]
     assert all(extra in extras for extra in asked)
 
 
-def read_flower(words: list[str]) -> None:
+def read_flower(words):
     """Flower may be absent."""
     assert {word for word in words if word.startswith("--")} <= {"--stream", "--run-config", "--federation-config"}
 
@@ -201,12 +197,12 @@ READ = {
 
 
 @cases("line", dict.fromkeys(line for lines in SHOWN.values() for line in lines))
-def test_a_command_is_read_by_its_program(line: str) -> None:
+def test_a_command_is_read_by_its_program(line):
     program, *words = shlex.split(line)
     READ[program](words)
 
 
-def spans() -> list[str]:
+def spans():
     """Commands within sentences, which leave out what a reader knows."""
     texts = "".join(
         re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE) for page in PAGES
@@ -215,7 +211,7 @@ def spans() -> list[str]:
 
 
 @cases("line", spans())
-def test_a_command_within_a_sentence_exists_with_its_options(line: str) -> None:
+def test_a_command_within_a_sentence_exists_with_its_options(line):
     program, *words = shlex.split(line.split("\\|")[0])
     if program != "fastdp":
         READ[program](words)
@@ -228,24 +224,24 @@ def test_a_command_within_a_sentence_exists_with_its_options(line: str) -> None:
 
 
 @cases("page", [page for page in PAGES if page != "CHANGELOG.md"])
-def test_a_suite_that_a_page_names_exists(page: str) -> None:
+def test_a_suite_that_a_page_names_exists(page):
     assert {*re.findall(r"--suite (\w+)", (ROOT / page).read_text())} <= {*SUITES}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(kind == "yaml" for kind, _ in blocks(page))])
-def test_settings_on_a_page_are_read(page: str, tmp_path: Path) -> None:
+def test_settings_on_a_page_are_read(page, tmp_path):
     for kind, text in blocks(page):
         if kind == "yaml":
             (tmp_path / "settings.yaml").write_text(text)
             load_config(tmp_path / "settings.yaml")
 
 
-def test_what_a_run_says_beforehand_is_what_the_page_shows() -> None:
+def test_what_a_run_says_beforehand_is_what_the_page_shows():
     said = next(text for kind, text in blocks("docs/finetune.md") if kind == "text")
     assert " ".join(said.split()) == f"to come: {Forecast(198, 840.0, int(1.9 * 2**30), 8.0, 1e-6).in_words()}"
 
 
-def test_what_is_said_of_commands_is_in_use() -> None:
+def test_what_is_said_of_commands_is_in_use():
     shown = [*(line for lines in SHOWN.values() for line in lines), TRAINED]
     for phrase in (*CUT, *STANDS_FOR, *ANEW, *ELSEWHERE):
         assert any(phrase in line for line in shown), phrase
@@ -258,12 +254,12 @@ def test_what_is_said_of_commands_is_in_use() -> None:
 
 
 @pytest.fixture(scope="session")
-def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def things(tmp_path_factory):
     """A folder with what pages name: models, and files of the real ones' shape."""
     folder = tmp_path_factory.mktemp("things")
     tokenizer = AutoTokenizer.from_pretrained(str(resources.files("fastdp.quickstart") / "model"))
     torch.manual_seed(0)
-    size: Any = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    size = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     for names, model in (
         (("MODEL", "gpt2-mini"), GPT2LMHeadModel(GPT2Config(**size, n_layer=7, n_embd=32, n_head=2, n_positions=192))),
         (
@@ -277,18 +273,18 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
             model.save_pretrained(folder / name)
             tokenizer.save_pretrained(folder / name)
 
-    def table(name: str, header: tuple[str, str], rows: list[tuple[str, str]]) -> None:
+    def table(name, header, rows):
         with open(folder / name, "w", newline="") as file:
             delimiter = "\t" if name.endswith(".tsv") else ","
             csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL).writerows([header, *rows])
 
-    def labelled(records: list[str]) -> list[tuple[str, str]]:
+    def labelled(records):
         return [(record.split(". Plan")[0], str(int("twice" in record))) for record in records]
 
     records = private_records(4096, seed=0)
     for name, part in (("train", records[:400]), ("test", records[400:500]), ("public_pairs", records[500:600])):
         pairs = [tuple(record.split(". ", 1)) for record in part]
-        table(f"{name}.csv", ("mr", "ref"), pairs)  # type: ignore[arg-type]
+        table(f"{name}.csv", ("mr", "ref"), pairs)
     for name, part in (("train", records[:64]), ("eval", records[64:96])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": record}) + "\n" for record in part))
     for name, part in (("train", records[:1200]), ("test", records[1200:1300]), ("dev", records[1300:3500])):
@@ -314,7 +310,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Reader:
     """Pastes commands into a shell, one after the other."""
 
-    def __init__(self, folder: Path, things: Path) -> None:
+    def __init__(self, folder, things):
         self.folder, self.things, self.servers = folder, things, list[subprocess.Popen[bytes]]()
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
@@ -325,7 +321,7 @@ class Reader:
         self.environment.pop("FASTDP_AGAIN", None)
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self):
         """A new folder of the reader's, in the source tree as far as commands name it."""
         self.stop()
         self.world = self.folder / f"world-{len(list(self.folder.iterdir()))}"
@@ -334,13 +330,13 @@ class Reader:
             shutil.copytree(ROOT / name, self.world / name)
         self.environment["FASTDP_STATE"] = str(self.world / "state")
 
-    def stop(self) -> None:
+    def stop(self):
         while self.servers:
             server = self.servers.pop()
             server.terminate()
             server.wait(60)
 
-    def paste(self, line: str) -> None:
+    def paste(self, line):
         if of(ELSEWHERE, line):
             return
         if of(ANEW, line):
@@ -368,7 +364,7 @@ class Reader:
             for option, value in zip(words, words[1:]):
                 assert option not in options or (self.world / value).exists(), f"{line} wrote no {value}"
 
-    def serve(self, line: str) -> None:
+    def serve(self, line):
         log = self.world / "server.log"
         with open(log, "wb") as file:
             server = subprocess.Popen(
@@ -381,7 +377,7 @@ class Reader:
             assert time.monotonic() < end, f"{line}\n{log.read_text()}"
             time.sleep(0.1)
 
-    def federate(self, words: Sequence[str]) -> None:
+    def federate(self, words):
         """With a SuperLink and a Ray that end with it; the words are Flower's."""
         pytest.importorskip("flwr")
         from tests.federated.simulation import Simulation
@@ -394,7 +390,7 @@ class Reader:
 
 
 @pytest.fixture
-def reader(things: Path, tmp_path: Path) -> Iterator[Reader]:
+def reader(things, tmp_path):
     reader = Reader(tmp_path, things)
     yield reader
     reader.stop()
@@ -402,6 +398,6 @@ def reader(things: Path, tmp_path: Path) -> Iterator[Reader]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", SHOWN)
-def test_the_commands_of_a_page_run_in_their_order(page: str, reader: Reader) -> None:
+def test_the_commands_of_a_page_run_in_their_order(page, reader):
     for line in [*BEFORE.get(page, ()), *SHOWN[page]]:
         reader.paste(line)

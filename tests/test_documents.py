@@ -1,11 +1,8 @@
 """What documents say can be done is done here, and what they point at is there."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -38,12 +35,12 @@ WORDS = {
 }
 
 
-def blocks(page: str) -> list[str]:
+def blocks(page):
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def test_the_method_of_one_file_runs_and_its_card_verifies() -> None:
-    names: dict[str, Any] = {"__name__": __name__}
+def test_the_method_of_one_file_runs_and_its_card_verifies():
+    names = {"__name__": __name__}
     exec(next(block for block in blocks("CONTRIBUTING.md") if "class Biases" in block), names)
     exact = start(method=names["Biases"](0.5))
     got, batches = logical_step(exact)
@@ -57,8 +54,8 @@ def test_the_method_of_one_file_runs_and_its_card_verifies() -> None:
     assert fastdp.accounting.verify(private.card())
 
 
-def test_the_op_of_one_file_runs_under_every_front() -> None:
-    names: dict[str, Any] = {"__name__": __name__}
+def test_the_op_of_one_file_runs_under_every_front():
+    names = {"__name__": __name__}
     # Other tests walk the table of ops, which this one is not of.
     with patch.dict(OPS):
         exec(next(block for block in blocks("CONTRIBUTING.md") if "HALVES" in block), names)
@@ -70,7 +67,7 @@ def test_the_op_of_one_file_runs_under_every_front() -> None:
 
 
 @cases("page", PAGES)
-def test_links_and_paths_lead_somewhere(page: Path) -> None:
+def test_links_and_paths_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#:\s]+)\)", text)
     paths = re.findall(r"`((?:fastdp|kernels|csrc|tests|bench|docs|examples)/[\w./-]*\w)`", text)
@@ -79,7 +76,7 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
-def test_every_result_is_named_where_it_is_read() -> None:
+def test_every_result_is_named_where_it_is_read():
     """By its path, by a pattern, or, where a page speaks of all that a folder holds, by the folder."""
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     named = re.findall(r"bench/results/[\w./*-]*[\w/]", text)
@@ -94,7 +91,7 @@ def test_every_page_stands_in_the_sites_list():
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= listed
 
 
-def sentences(text: str) -> list[str]:
+def sentences(text):
     """Those of paragraphs and list items: headings, tables, code and pictures have none."""
     text = re.sub(r"^```.*?^```|<!--.*?-->", "\n\n", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^ {4}.*$|^(#|\|| *!\[).*$", "\n", text, flags=re.MULTILINE)
@@ -105,7 +102,7 @@ def sentences(text: str) -> list[str]:
 
 
 @cases("page", WORDS)
-def test_a_page_is_short_and_so_are_its_sentences(page: str) -> None:
+def test_a_page_is_short_and_so_are_its_sentences(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert len(text.split()) <= WORDS[page]
     lengths = {sentence: len(re.findall(r"\w[\w.,'/-]*", sentence)) for sentence in sentences(text)}
@@ -115,12 +112,12 @@ def test_a_page_is_short_and_so_are_its_sentences(page: str) -> None:
 
 
 @cases("page", PAGES)
-def test_no_line_of_code_is_wider_than_the_site(page: Path) -> None:
+def test_no_line_of_code_is_wider_than_the_site(page):
     code = "".join(re.findall(r"^```.*?^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE))
     assert [line for line in code.splitlines() if len(line) > 88] == []
 
 
-def test_there_are_twenty_short_decisions() -> None:
+def test_there_are_twenty_short_decisions():
     records = re.split(r"^## \d+\. ", (ROOT / "docs" / "decisions.md").read_text(), flags=re.MULTILINE)[1:]
     assert len(records) == 20
     for record in records:
@@ -128,6 +125,6 @@ def test_there_are_twenty_short_decisions() -> None:
         assert re.findall(r"^\*(\w+)\.\*", record, flags=re.MULTILINE) == ["Context", "Decision", "Consequence"]
 
 
-def test_all_pages_together_are_a_short_book() -> None:
+def test_all_pages_together_are_a_short_book():
     pages = [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")]
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 40_000

@@ -1,11 +1,7 @@
 """Arguments of wrong types or values, of every public entry: one sentence in the caller's own terms, before anything is spent."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,28 +16,28 @@ from tests.cases import cases
 from tests.engine.runs import Classifier, loader
 
 TABLE = torch.randn(50, 8)
-VOTES: dict[str, Any] = {"rounds": 1, "target_epsilon": 1.0, "target_delta": 1e-3}
+VOTES = {"rounds": 1, "target_epsilon": 1.0, "target_delta": 1e-3}
 #: Entries as a caller finds them who knows no types.
-any_make_private: Any = fastdp.make_private
-DPSGD: Any = fastdp.DPSGD
-DPZO: Any = fastdp.DPZO
-EWFT: Any = EWFTSettings
-Privatizer: Any = fastdp.TextPrivatizer
-Votes: Any = fastdp.PrivateVotes
+any_make_private = fastdp.make_private
+DPSGD = fastdp.DPSGD
+DPZO = fastdp.DPZO
+EWFT = EWFTSettings
+Privatizer = fastdp.TextPrivatizer
+Votes = fastdp.PrivateVotes
 
 
-def private(optimizer: Any = None, model: Any = None, lr: float = 0.1, **options: Any) -> Any:
+def private(optimizer=None, model=None, lr=0.1, **options):
     model = Classifier() if model is None else model
     optimizer = torch.optim.SGD(Classifier().parameters() if isinstance(model, str) else model.parameters(), lr=lr)
     return fastdp.make_private(model, optimizer, loader(), **{"noise_multiplier": 1.0, "epochs": 1} | options)
 
 
-def event(noise: Any) -> Any:
+def event(noise):
     return accounting.dpsgd(noise, 0.25, 8)
 
 
 #: Options of `make_private`, and what it says of them.
-OPTIONS: list[tuple[dict[str, Any], str]] = [
+OPTIONS = [
     ({"epochs": "3"}, "epochs is '3': give a number"),
     ({"noise_multiplier": "1"}, "noise_multiplier is '1': give a number"),
     ({"target_delta": "1e-3"}, "target_delta is '1e-3': give a number"),
@@ -62,7 +58,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"lr": math.nan}, "The optimizer's lr is nan: give it a finite one"),
 ]
 #: Calls of other entries.
-CALLS: list[tuple[Callable[[], Any], str]] = [
+CALLS = [
     (lambda: any_make_private(Classifier(), torch.optim.SGD, loader(), epochs=1), "optimizer is the class SGD: give a"),
     (lambda: private().extend("1"), "epochs is '1': give a number"),
     (lambda: private().extend(math.inf), "extend by a positive number"),
@@ -82,28 +78,28 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Votes(["abc"], None, **VOTES), "embed is None: give a function"),
     (lambda: Votes(["abc"], lambda texts: [[1.0]], **VOTES), "what_embed_returned is of type list: give a tensor"),
     (lambda: accounting.calibrate(event(1.0), 8.0, 1e-5), "event_fn is .*: give a function"),
-    (lambda: accounting.calibrate(event, "8", 1e-5), "epsilon is '8': give a number"),  # type: ignore[arg-type]
-    (lambda: accounting.epsilon(event(1.0), "x"), "delta is 'x': give a number"),  # type: ignore[arg-type]
+    (lambda: accounting.calibrate(event, "8", 1e-5), "epsilon is '8': give a number"),
+    (lambda: accounting.epsilon(event(1.0), "x"), "delta is 'x': give a number"),
     (lambda: event("1"), "noise_multiplier is '1': give a number"),
-    (lambda: accounting.dpsgd(1.0, "a", 8), "sample_rate is 'a': give a number"),  # type: ignore[arg-type]
+    (lambda: accounting.dpsgd(1.0, "a", 8), "sample_rate is 'a': give a number"),
 ]
 
 
 @cases("call, said", [*((partial(private, **options), said) for options, said in OPTIONS), *CALLS])
-def test_one_sentence_says_what_to_give(call: Callable[[], Any], said: str) -> None:
+def test_one_sentence_says_what_to_give(call, said):
     with pytest.raises((ValueError, TypeError), match=said) as caught:
         call()
     assert len(str(caught.value).split()) <= 25
 
 
-def test_a_trainer_says_it_of_its_own_arguments(tmp_path: Any) -> None:
+def test_a_trainer_says_it_of_its_own_arguments(tmp_path):
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[])
     with pytest.raises(TypeError, match="privacy is of type dict: give fastdp.PrivacyArguments"):
-        fastdp.DPTrainer(Classifier(), arguments, privacy={"target_epsilon": 8})  # type: ignore[arg-type]
+        fastdp.DPTrainer(Classifier(), arguments, privacy={"target_epsilon": 8})
 
 
 @pytest.mark.parametrize("epsilon", [1e-9, 1e-7, 1e-5])
-def test_a_budget_that_delta_alone_nearly_covers(epsilon: float) -> None:
+def test_a_budget_that_delta_alone_nearly_covers(epsilon):
     noise = accounting.calibrate(event, epsilon, 1e-3)
     assert accounting.epsilon(event(noise), 1e-3) <= epsilon
     assert accounting.epsilon(event(0.9 * noise), 1e-3) > epsilon

@@ -118,17 +118,7 @@ def test_appending_closes_an_open_file_to_others(tmp_path):
 
 
 #: What writes a file, and the few places that do so for another reason than to leave one.
-WRITERS = {
-    "write_text",
-    "write_bytes",
-    "mkstemp",
-    "NamedTemporaryFile",
-    "replace",
-    "rename",
-    "save_file",
-    "mkdir",
-    "savefig",
-}
+WRITERS = set("write_text write_bytes mkstemp NamedTemporaryFile replace rename save_file mkdir savefig".split())
 ELSEWHERE = {
     # A folder, renamed so that nobody finds it while it is removed.
     ("split/vendor.py", "replace"),

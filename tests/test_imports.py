@@ -14,7 +14,7 @@ SLOW |= {"scipy", "dp_accounting"}
 PLAN = ["--examples", "1000", "--batch-size", "100", "--epochs", "1"]
 
 
-def imported(script: str, *arguments: str) -> set[str]:
+def imported(script, *arguments):
     """The slow ones among the modules that a fresh interpreter holds after a script."""
     listing = f"{script}\nimport sys, json\nprint('MODULES' + json.dumps(sorted(sys.modules)))"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -26,7 +26,7 @@ def imported(script: str, *arguments: str) -> set[str]:
     return modules & SLOW
 
 
-def by_command(*arguments: str) -> set[str]:
+def by_command(*arguments):
     return imported("import sys; from fastdp.cli import app; app(sys.argv[1:], standalone_mode=False)", *arguments)
 
 

@@ -1,10 +1,7 @@
 """One name has one definition, and none is a bare participle, adverb or preposition; errors say what to do in 25 words."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +66,7 @@ def test_no_name_is_a_bare_participle_adverb_or_preposition():
 MOST = 25
 
 
-def text(node: ast.AST, known: Mapping[str, str]) -> str:
+def text(node, known):
     """What an expression says, with one word for each value that is put in; empty where nobody can tell."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
@@ -84,7 +81,7 @@ def text(node: ast.AST, known: Mapping[str, str]) -> str:
     return known.get(node.id, "") if isinstance(node, ast.Name) else ""
 
 
-def messages(path: Path) -> Iterator[tuple[str, str]]:
+def messages(path):
     """The place and the text of each error that a module raises or makes."""
     tree = ast.parse(path.read_text())
     assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)]
@@ -95,7 +92,7 @@ def messages(path: Path) -> Iterator[tuple[str, str]]:
             yield f"{path.relative_to(ROOT)}:{made.lineno}", text(made.args[0], known)
 
 
-def test_no_message_is_longer() -> None:
+def test_no_message_is_longer():
     every = [found for path in sorted((ROOT / "fastdp").rglob("*.py")) for found in messages(path)]
     assert len(every) > 500
     assert not [f"{place} {said}" for place, said in every if len(said.split()) > MOST]

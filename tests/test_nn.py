@@ -1,10 +1,5 @@
 """Private releases as modules: exactly those of EWFT and TextPrivatizer, with their ledger and card."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -22,22 +17,22 @@ ROWS, TOKENS, WIDTH = 6, 4, 8
 class Users(nn.Module):
     """A model of somebody's own, with the layer inside."""
 
-    def __init__(self, **settings: Any):
+    def __init__(self, **settings):
         super().__init__()
         self.table = nn.Embedding(30, WIDTH)
         self.noisy = fastdp.nn.NoisyHidden(sequence_length=TOKENS, dataset_size=ROWS, **settings)
         self.head = nn.Linear(WIDTH, 2)
 
-    def forward(self, ids: torch.Tensor, records: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, ids, records=None):
         mask = (ids != 0).long()
-        return self.head(self.noisy(self.table(ids), attention_mask=mask, example_ids=records).mean(1))  # type: ignore[no-any-return]
+        return self.head(self.noisy(self.table(ids), attention_mask=mask, example_ids=records).mean(1))
 
 
-def ids() -> torch.Tensor:
+def ids():
     return torch.randint(1, 30, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def test_a_release_is_the_clip_and_the_noise_of_the_schedule() -> None:
+def test_a_release_is_the_clip_and_the_noise_of_the_schedule():
     noise = ewft.dp_forward(2, 8.0, 1e-5)
     layer = fastdp.nn.NoisyHidden(noise=noise, sequence_length=TOKENS, dataset_size=ROWS, max_norm=0.5, unsafe_seed=3)
     hidden = torch.randn(ROWS, TOKENS, WIDTH)
@@ -50,14 +45,14 @@ def test_a_release_is_the_clip_and_the_noise_of_the_schedule() -> None:
     assert torch.equal(found, expected)
 
 
-def test_a_users_model_trains_above_the_layer_and_pays_on_the_ledger(tmp_path: Path) -> None:
+def test_a_users_model_trains_above_the_layer_and_pays_on_the_ledger(tmp_path):
     torch.manual_seed(0)
     model = Users(noise=ewft.release_once(4.0, 1e-5), output_dir=tmp_path / "run")
     assert list(model.state_dict()) == ["table.weight", "head.weight", "head.bias"]
     layer = model.noisy
     with pytest.raises(RuntimeError, match="no epoch has begun"):
         model(ids(), torch.arange(ROWS))
-    first: Any = None
+    first = None
     for epoch in (1, 2):
         layer.releases.set_epoch(epoch)
         output = model(ids(), torch.arange(ROWS))
@@ -72,14 +67,14 @@ def test_a_users_model_trains_above_the_layer_and_pays_on_the_ledger(tmp_path: P
     assert 3.9 < layer.releases.epsilon() <= 4.0
 
 
-def test_a_layer_without_its_noise_lets_nothing_pass() -> None:
+def test_a_layer_without_its_noise_lets_nothing_pass():
     model = Users(noise=ewft.release_once(4.0, 1e-5)).eval()
     model.noisy.releases.remove()
     with torch.no_grad(), pytest.raises(RuntimeError, match="noise was removed"):
         model(ids())
 
 
-def test_what_the_schedule_does_not_pay_for_is_refused() -> None:
+def test_what_the_schedule_does_not_pay_for_is_refused():
     model = Users(noise=ewft.dp_forward(1, 4.0, 1e-5))
     model.noisy.releases.set_epoch(1)
     model(ids(), torch.arange(ROWS))
@@ -91,9 +86,9 @@ def test_what_the_schedule_does_not_pay_for_is_refused() -> None:
         model(ids()[:, :2], torch.arange(ROWS))
 
 
-def test_an_embedding_gives_the_rows_of_what_the_privatizer_draws() -> None:
+def test_an_embedding_gives_the_rows_of_what_the_privatizer_draws():
     table = nn.Embedding(30, WIDTH)
-    settings: Any = {"eta": 3.0, "mechanism": "exponential", "special_ids": (0,)}
+    settings = {"eta": 3.0, "mechanism": "exponential", "special_ids": (0,)}
     layer = fastdp.nn.PrivateEmbedding(table, **settings, unsafe_seed=5)
     drawn = fastdp.TextPrivatizer(table.weight, **settings, unsafe_seed=5)(ids())
     assert torch.equal(layer(ids()), table(drawn))
@@ -102,7 +97,7 @@ def test_an_embedding_gives_the_rows_of_what_the_privatizer_draws() -> None:
 
 
 @pytest.mark.parametrize("told", [{"special_ids": (0,)}, {}])
-def test_a_text_that_is_padded_otherwise_is_the_same_text(told: dict[str, Any]) -> None:
+def test_a_text_that_is_padded_otherwise_is_the_same_text(told):
     layer = fastdp.nn.PrivateEmbedding(nn.Embedding(30, WIDTH, padding_idx=0), eta=3.0, mechanism="exponential", **told)
     text = torch.tensor([[3, 1, 4]])
     for padding in range(4):
@@ -113,7 +108,7 @@ def test_a_text_that_is_padded_otherwise_is_the_same_text(told: dict[str, Any]) 
     assert layer.releases == 5
 
 
-def test_an_embedding_fits_into_a_stock_model_and_counts_each_text() -> None:
+def test_an_embedding_fits_into_a_stock_model_and_counts_each_text():
     model, inputs = build("bert"), batch("bert")
     inputs.pop("labels")
     keys = list(model.state_dict())

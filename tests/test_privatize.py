@@ -78,15 +78,8 @@ def public(tmp_path):
     return path
 
 
-def written(path):
-    """Words of each class in a file with the label kept."""
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [[word for row in rows if row["label"] == label for word in row["text"].split()] for label in "01"]
-
-
 def test_public_counts_favour_tokens_of_the_class_that_leaves_anyway(folder, reviews, public, tmp_path):
-    """Of 50 words some 62% are of their class; a threshold of 20% is 6 standard deviations away, either way."""
+    """What labels do to draws: tests/methods/sap/test_privatizer.py."""
     out = tmp_path / "out.csv"
     plan = (
         "privatize",
@@ -104,8 +97,6 @@ def test_public_counts_favour_tokens_of_the_class_that_leaves_anyway(folder, rev
     )
     said = told(*plan, "--keep", "label")
     assert "6 tokens occur often enough to be favoured; public counts" in said
-    for words, own in zip(written(out), ({"w0", "w2", "w4"}, {"w1", "w3", "w5"})):
-        assert sum(word in own for word in words) > 0.2 * len(words)
     statement = json.loads((tmp_path / "out.privacy.json").read_text())
     assert statement["guarantee"].startswith("metric")
     assert statement["mechanism"]["cti"]["counts"] == "public"

@@ -4,15 +4,11 @@ Every Python block is executed. `NOT_RUN` is all that is left out, and why; the 
 `tests/test_documents.py`, and the commands of shell blocks in `tests/test_commands.py`.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,16 +41,16 @@ NOT_RUN = {
 NEEDS = {"BitsAndBytesConfig": "bitsandbytes"}
 
 
-def rows(count: int, ids: bool = False) -> list[dict[str, Any]]:
+def rows(count, ids=False):
     drawn = torch.randint(VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
     return [{"input_ids": row, "labels": row, **({"example_ids": i} if ids else {})} for i, row in enumerate(drawn)]
 
 
-def collate(items: Sequence[Any]) -> dict[str, torch.Tensor]:
+def collate(items):
     return {key: torch.tensor([item[key] for item in items]) for key in items[0]}
 
 
-def world(page: str) -> dict[str, Any]:
+def world(page):
     """What a page's reader has at hand."""
     torch.manual_seed(0)
     layers = 1 if page in ("docs/loops.md", "docs/audit.md") else 5
@@ -65,7 +61,7 @@ def world(page: str) -> dict[str, Any]:
     if local:
         # Its sequences have one length, which is public.
         train = [{**row, "input_ids": [1 + i % 7] * 64, "labels": [1 + i % 7] * 64} for i, row in enumerate(train)]
-    loader = DataLoader(train, batch_size=32, collate_fn=collate)  # type: ignore[arg-type]
+    loader = DataLoader(train, batch_size=32, collate_fn=collate)
     public = [collate([{key: value for key, value in row.items() if key != "example_ids"} for row in train[:8]])]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     return {
@@ -74,7 +70,7 @@ def world(page: str) -> dict[str, Any]:
     }
 
 
-def texts_world() -> dict[str, Any]:
+def texts_world():
     """What a reader has at hand whose data are texts: the model that ships with the package, and its tokenizer."""
     folder = resources.files("fastdp.quickstart") / "model"
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
@@ -88,20 +84,15 @@ def texts_world() -> dict[str, Any]:
     }
 
 
-def classifier_world() -> dict[str, Any]:
+def classifier_world():
     """What a reader has at hand who splits a classifier."""
-    size: dict[str, Any] = {
-        "hidden_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    }
+    size = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
     model = BertForSequenceClassification(BertConfig(**size, vocab_size=64))
     ids = torch.arange(12).reshape(2, 6)
     return {"model": model, "ids": ids, "mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
 
 
-def blocks(page: str) -> list[str]:
+def blocks(page):
     found = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     return [block for block in found if not any(phrase in block for phrase in NOT_RUN)]
 
@@ -109,9 +100,7 @@ def blocks(page: str) -> list[str]:
 @pytest.mark.parametrize(
     ("page", "number"), [(page, i) for page in PAGES if page != TUTORIAL for i in range(len(blocks(page)))]
 )
-def test_a_code_block_runs_as_it_stands(
-    page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_code_block_runs_as_it_stands(page, number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if page == "docs/audit.md":
         # A tenth of the canaries of the page, so that the test is short; each block goes on from the first.
@@ -121,7 +110,7 @@ def test_a_code_block_runs_as_it_stands(
     for phrase, library in NEEDS.items():
         if phrase in block:
             pytest.importorskip(library)
-    names: dict[str, Any] = {**world(page), "fastdp": fastdp, "DataLoader": DataLoader}
+    names = {**world(page), "fastdp": fastdp, "DataLoader": DataLoader}
     if page in ("docs/sap.md", "docs/federated.md"):
         names |= classifier_world() if "split_model" in block else texts_world()
     exec("from fastdp import audit\nfrom fastdp.methods import ewft", names)
@@ -130,13 +119,13 @@ def test_a_code_block_runs_as_it_stands(
         assert names["private"].steps_done > 0
 
 
-def test_every_block_that_is_left_out_is_there() -> None:
+def test_every_block_that_is_left_out_is_there():
     texts = "".join((ROOT / page).read_text() for page in PAGES)
     assert all(phrase in texts for phrase in (*NOT_RUN, *NEEDS))
 
 
-def test_recipes_give_each_row_its_own_loss() -> None:
-    names: dict[str, Any] = {}
+def test_recipes_give_each_row_its_own_loss():
+    names = {}
     exec(next(block for block in blocks("docs/loops.md") if "def several_labels" in block), names)
     generator = torch.Generator().manual_seed(0)
     labels = torch.tensor([[1, 1, 0, -100], [0, 1, 1, 1], [1, 0, -100, -100]])
@@ -158,14 +147,12 @@ def test_recipes_give_each_row_its_own_loss() -> None:
         assert torch.allclose(together, torch.cat(alone))
 
 
-def fewer(begin: Any) -> Any:
+def fewer(begin):
     return lambda self, private, count, **options: begin(self, private, count // 10, **options)
 
 
 @pytest.mark.timeout(600)
-def test_the_tutorial_runs_from_the_table_to_generated_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tutorial_runs_from_the_table_to_generated_text(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec("\n".join(blocks(TUTORIAL)), {})
     said = capsys.readouterr().out
@@ -176,14 +163,14 @@ def test_the_tutorial_runs_from_the_table_to_generated_text(
     assert verified.exit_code == 0, verified.output
 
 
-def numbers(columns: int) -> list[list[float]]:
+def numbers(columns):
     """Rows of the tables of choosing.md with so many columns."""
     found = re.findall(r"^\| [\d.]+ \|.*$", (ROOT / "docs" / "choosing.md").read_text(), flags=re.MULTILINE)
     cells = [[float(cell.strip(" %")) for cell in row.strip("|").split("|")] for row in found]
     return [row for row in cells if len(row) == columns]
 
 
-def planned(batch: int, epsilon: float) -> tuple[int, float, Any]:
+def planned(batch, epsilon):
     """Steps, noise multiplier and event of what choosing.md speaks of: 4 epochs over 40,000 examples."""
     steps = math.ceil(40_000 / batch) * 4
     multiplier = calibrate(lambda noise: dpsgd(noise, batch / 40_000, steps), epsilon, 1e-5)
@@ -191,14 +178,14 @@ def planned(batch: int, epsilon: float) -> tuple[int, float, Any]:
 
 
 @cases("row", numbers(5))
-def test_what_an_epsilon_means(row: list[float]) -> None:
+def test_what_an_epsilon_means(row):
     _, multiplier, event = planned(256, row[0])
     bounds = [100 * membership_bound(event, rate) for rate in (0.001, 0.01, 0.1)]
     assert row[1:] == pytest.approx([multiplier, *bounds], rel=1e-3, abs=6e-3)
 
 
 @cases("row", numbers(4))
-def test_what_a_batch_costs(row: list[float]) -> None:
+def test_what_a_batch_costs(row):
     steps, multiplier, _ = planned(int(row[0]), 8.0)
     assert row[1:] == pytest.approx([steps, multiplier, 1000 * multiplier / row[0]], rel=1e-3, abs=6e-4)
 
@@ -206,7 +193,7 @@ def test_what_a_batch_costs(row: list[float]) -> None:
 PORTS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "from-opacus.md").read_text(), flags=re.DOTALL)
 
 
-def texts() -> dict[str, Any]:
+def texts():
     """What a script of trl has at hand."""
     datasets = pytest.importorskip("datasets")
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -215,7 +202,7 @@ def texts() -> dict[str, Any]:
     return {"model": GPT2LMHeadModel.from_pretrained(MODEL, dtype=torch.float32), "tokenizer": tokenizer, "texts": rows}
 
 
-def ported(number: int) -> str:
+def ported(number):
     """The program after a port, which changes at most nine lines."""
     lines = PORTS[number].splitlines()
     assert {line[:1] for line in lines} <= {" ", "+", "-", ""}
@@ -226,7 +213,7 @@ def ported(number: int) -> str:
     return after
 
 
-def test_a_loop_a_trainer_and_trl_are_ported() -> None:
+def test_a_loop_a_trainer_and_trl_are_ported():
     assert [next(word for word in ("for epoch", "DPTrainer", "DPSFTTrainer") if word in port) for port in PORTS] == [
         "for epoch",
         "DPTrainer",
@@ -237,9 +224,7 @@ def test_a_loop_a_trainer_and_trl_are_ported() -> None:
 
 #: What trl's trainers do is in tests/integrations/test_trl.py.
 @pytest.mark.parametrize("number", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_port_changes_at_most_nine_lines_and_trains(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_changes_at_most_nine_lines_and_trains(number, tmp_path, monkeypatch):
     after = ported(number)
     for library in ("trl", "accelerate"):
         if library in after or "Trainer" in after:

@@ -24,25 +24,7 @@ def test_figures_of_each_accountant(accountant, expected, room):
     found = accounting.epsilon(SST2, 1e-5, accountant)
     assert found == pytest.approx(expected, abs=room)
     assert found.certified == (accountant == "pld")
-
-
-def test_pld_figures():
-    assert pld.epsilon_at(flatten(SST2), 1e-5, "add_remove", 1e-3) == pytest.approx(3.0496, abs=5e-5)
-    assert accounting.epsilon(SST2, 1e-5).interval == 1e-4
-    assert accounting.epsilon(accounting.dpsgd(0.6, RATE, STEPS), 1e-5) == pytest.approx(4.664, abs=5e-4)
-
-
-@cases(
-    ("multiplier", "selection", "by_rdp", "by_pld"),
-    [(2.10175, 1.76514, 0.5, 0.4200), (1.93970, 1.29578, None, 0.5), (1.00436, 0.90683, 2.0, 1.490)],
-)
-def test_frost_figures(multiplier, selection, by_rdp, by_pld):
-    """Training and five selections composed, which have different rates and multipliers."""
-    event = accounting.compose(accounting.dpsgd(multiplier, 1024 / 67349, 197), accounting.dpsgd(selection, 0.02, 5))
-    delta = 1 / (2 * 67349)
-    assert accounting.epsilon(event, delta) == pytest.approx(by_pld, rel=2e-3)
-    if by_rdp is not None:
-        assert accounting.epsilon(event, delta, "rdp") == pytest.approx(by_rdp, rel=1e-3)
+    assert accountant != "pld" or found.interval == 1e-4
 
 
 @cases(
@@ -144,36 +126,6 @@ def test_an_epsilon_survives_copies_with_its_origin():
     for twin in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
         assert twin == found
         assert (twin.accountant, twin.delta, twin.adjacency) == ("pld", 1e-5, "add_remove")
-
-
-_rates = st.floats(min_value=1e-3, max_value=0.3)
-_multipliers = st.floats(min_value=0.7, max_value=5.0)
-_steps = st.integers(min_value=1, max_value=300)
-
-
-@given(_rates, _multipliers, _steps, st.sampled_from(["add_remove", "replace_one"]))
-@settings(max_examples=10)
-def test_epsilon_is_monotone(rate, multiplier, steps, adjacency):
-    """In steps, in the rate, and against the noise; the slack is the pessimism of the grids."""
-
-    def cost(rate, multiplier, steps):
-        event = accounting.dpsgd(multiplier, rate, steps)
-        return pld.search_epsilon(flatten(event), 1e-5, adjacency)
-
-    here = cost(rate, multiplier, steps)
-    room = 1e-3 * here + 2e-3
-    assert cost(rate, multiplier, steps + 20) >= here - room
-    assert cost(min(1.5 * rate, 1.0), multiplier, steps) >= here - room
-    assert cost(rate, 1.3 * multiplier, steps) <= here + room
-
-
-@given(_rates, _multipliers, _steps)
-@settings(max_examples=6)
-def test_pld_is_not_above_rdp_nor_above_no_sampling(rate, multiplier, steps):
-    event = accounting.dpsgd(multiplier, rate, steps)
-    certified = accounting.epsilon(event, 1e-5)
-    assert certified <= accounting.epsilon(event, 1e-5, "rdp") * (1 + 1e-3) + 1e-3
-    assert certified <= accounting.epsilon(accounting.dpsgd(multiplier, 1.0, steps), 1e-5)
 
 
 @given(st.floats(min_value=0.05, max_value=20.0), st.sampled_from([1e-3, 1e-5, 1e-9]))

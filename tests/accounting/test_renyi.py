@@ -60,18 +60,8 @@ def test_the_bound_lies_above_the_exact_cost(shape, trials, multiplier, delta):
     assert exact_delta(bound, multiplier, shape, stop) <= delta
 
 
-def test_a_trials_own_figure_is_not_enough():
-    """The audit has teeth: what one trial costs is less than what the best of ten tells."""
-    one = epsilon(gaussian(1.0), 1e-5)
-    stop = renyi.stop_for(10, 1.0)
-    assert exact_delta(one, 1.0, 1.0, stop) > 1e-5
-    bound = epsilon(chosen([gaussian(1.0)], 1.0, stop), 1e-5)
-    # Two and a half times a trial's, where three times is what pure differential privacy would cost.
-    assert one < bound < 3 * one
-
-
 @given(shape=SHAPES, trials=st.floats(1.5, 30))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10)
 def test_numbers_of_trials_follow_their_distribution(shape, trials):
     stop = renyi.stop_for(trials, shape)
     assert renyi.mean_trials(shape, stop) == pytest.approx(trials, rel=1e-6)

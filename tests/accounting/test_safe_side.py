@@ -93,10 +93,9 @@ def many(kinds, least=1.0, share=1.0):
 @cases(
     "event, delta",
     [
-        (many(50), 1e-5),
-        (many(50), 1e-10),
-        (accounting.compose(many(20), accounting.dpsgd(2.0, 0.02, 50), many(20, 3.0)), 1e-5),
-        (accounting.chosen([many(50, 4.0), many(30, 5.0)], 0.0, 0.1), 1e-5),
+        (many(24), 1e-10),
+        (accounting.compose(many(12), accounting.dpsgd(2.0, 0.02, 50), many(12, 3.0)), 1e-5),
+        (accounting.chosen([many(24, 4.0), many(20, 5.0)], 0.0, 0.1), 1e-5),
     ],
 )
 def test_more_kinds_of_release_than_are_told_apart_cost_little_more(monkeypatch, event, delta):

@@ -45,15 +45,6 @@ def test_shape_follows_the_pseudocode(epochs, step_distance):
     assert schedule_shape(last, pivot, epochs, step_distance) == pytest.approx(expected, rel=1e-12)
 
 
-def test_what_epsilon_8_really_is():
-    """Each user's record is released once an epoch to a server that sees whose it is: nothing is amplified."""
-    event = accounting.compose(*map(accounting.gaussian, PRINTED))
-    assert math.sqrt(sum(z**-2 for z in PRINTED)) == pytest.approx(4.2165, abs=1e-4)
-    assert accounting.epsilon(event, 1e-5) == pytest.approx(26.18, abs=0.01)
-    # With noise std C z, the literal text, one record may still become any other: sensitivity 2 C.
-    assert accounting.epsilon(event, 1e-5, adjacency="replace_one") == pytest.approx(70.72, abs=0.02)
-
-
 def test_sound_figures():
     assert accounting.largest_mu(8.0, 1e-5) == pytest.approx(1.66603, abs=1e-5)
     for epsilon, once, thrice in ((8.0, 0.60023, 1.03963), (2.0, 1.9938, 3.4534), (4.0, 1.0812, 1.8726)):

@@ -1,7 +1,5 @@
 """A language model that has learned twelve sentences by heart, and the model before it did."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +14,12 @@ DECOYS = ["Gudrun Hale", "Hector Lund", "Ingrid Moss", "Jonas Pike", "Karla Wong
 ILLNESSES = ["asthma", "gout", "fever", "anaemia", "migraine", "measles"]
 
 
-def sentences(names: list[str]) -> list[str]:
+def sentences(names):
     return [f"{name} was treated for {illness}." for name, illness in zip(names, ILLNESSES)]
 
 
 @pytest.fixture(scope="session")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def learned(tmp_path_factory):
     """Model, tokenizer, the model before training, and folders and files that hold them and the sentences."""
     folder = tmp_path_factory.mktemp("learned")
     model, tokenizer = small_gpt2(folder / "before", n_layer=1, n_embd=48, n_positions=40)

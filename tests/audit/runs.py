@@ -1,17 +1,11 @@
 """A model whose canaries have gradients of their own, and runs of it."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.private.run import Private
 
 #: Tokens that no other example holds, one a canary; then the tokens of the others; the last token is every label.
 CANARIES, ORDINARY, WIDTH = 240, 8, 12
@@ -26,7 +20,7 @@ class Tied(nn.Module):
     far too small if that use is forgotten.
     """
 
-    def __init__(self, tied: bool = True):
+    def __init__(self, tied=True):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -37,30 +31,30 @@ class Tied(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+    def forward(self, ids, labels):
         logits = self.head(self.embedding(ids).mean(1))
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def canary(token: int) -> dict[str, Any]:
+def canary(token):
     return {"ids": torch.tensor([token, token]), "labels": LABEL}
 
 
-def ordinary() -> list[dict[str, Any]]:
+def ordinary():
     return [
         {"ids": torch.tensor([CANARIES + i, CANARIES + (i + 1) % ORDINARY]), "labels": LABEL} for i in range(ORDINARY)
     ]
 
 
-def collate(items: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+def collate(items):
     return {"ids": torch.stack([i["ids"] for i in items]), "labels": torch.tensor([i["labels"] for i in items])}
 
 
-def start(data: Sequence[Any], tied: bool = True, lr: float = 1e-3, **options: Any) -> Private:
+def start(data, tied=True, lr=1e-3, **options):
     """A run that takes all of its data in every step, unless told otherwise: the clearest view of its noise."""
     model = Tied(tied)
     batch_size = options.pop("batch_size", len(data))
-    loader = DataLoader(data, batch_size=batch_size, collate_fn=collate)  # type: ignore[arg-type]
+    loader = DataLoader(data, batch_size=batch_size, collate_fn=collate)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     defaults = {"epochs": 4, "target_delta": 1e-8, "method": fastdp.DPSGD(max_grad_norm=0.1)}
     return fastdp.make_private(model, optimizer, loader, **{**defaults, **options})

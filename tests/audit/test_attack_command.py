@@ -1,12 +1,7 @@
 """`fastdp attack`: its figures, its file, and its refusals in one sentence."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import peft
 import pytest
@@ -21,12 +16,12 @@ from tests.accounting.test_card import card_of_run
 runner = CliRunner()
 
 
-def attack(folder: Path, *arguments: Any) -> Any:
+def attack(folder, *arguments):
     words = ["attack", str(folder), *map(str, arguments)]
     return runner.invoke(app, words, env={"COLUMNS": "300", "NO_COLOR": "1"})
 
 
-def figures(folder: Path, tmp_path: Path, *arguments: Any) -> dict[str, Any]:
+def figures(folder, tmp_path, *arguments):
     """What a command wrote."""
     result = attack(folder, *arguments, "--json", tmp_path / "out" / "figures.json")
     assert result.exit_code == 0, result.output
@@ -38,7 +33,7 @@ def figures(folder: Path, tmp_path: Path, *arguments: Any) -> dict[str, Any]:
     return written
 
 
-def test_membership_by_loss_and_by_likelihood_ratio(learned: SimpleNamespace, tmp_path: Path) -> None:
+def test_membership_by_loss_and_by_likelihood_ratio(learned, tmp_path):
     folder = learned.folder
     data = ("--train", folder / "train.txt", "--held-out", folder / "held_out.txt")
     written = figures(folder / "after", tmp_path, *data, "--reference", folder / "before")
@@ -50,7 +45,7 @@ def test_membership_by_loss_and_by_likelihood_ratio(learned: SimpleNamespace, tm
     assert fewer["membership by loss"]["auc"] < 0.9
 
 
-def test_extraction_reconstruction_and_inversion(learned: SimpleNamespace, tmp_path: Path) -> None:
+def test_extraction_reconstruction_and_inversion(learned, tmp_path):
     folder = learned.folder
     lists = ("--names", folder / "names.txt", "--decoys", folder / "decoys.txt")
     said = figures(
@@ -81,14 +76,12 @@ def test_extraction_reconstruction_and_inversion(learned: SimpleNamespace, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
-def test_a_runs_folder_is_attacked_with_the_runs_own_settings(
-    kind: str, learned: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_a_runs_folder_is_attacked_with_the_runs_own_settings(kind, learned, tmp_path):
     run, base = tmp_path / "run", learned.folder / "before"
     settings = FinetuneConfig(model=str(base), train="t", output=str(run), epsilon=8, max_length=40, text_column="note")
     run.mkdir()
     settings.save(run / "config.yaml")
-    model: Any = transformers.GPT2LMHeadModel.from_pretrained(base)
+    model = transformers.GPT2LMHeadModel.from_pretrained(base)
     if kind == "adapter":
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
     model.save_pretrained(run / kind)
@@ -104,7 +97,7 @@ def test_a_runs_folder_is_attacked_with_the_runs_own_settings(
     assert f"its card allows any attack {card['membership']['0.01']:.1%}." in attack(run, *data).output
 
 
-def test_refusals_are_one_sentence(learned: SimpleNamespace, tmp_path: Path) -> None:
+def test_refusals_are_one_sentence(learned, tmp_path):
     folder, train = learned.folder, learned.folder / "train.txt"
     empty, run = tmp_path / "empty.txt", tmp_path / "run"
     empty.write_text("\n")
@@ -133,7 +126,7 @@ def test_refusals_are_one_sentence(learned: SimpleNamespace, tmp_path: Path) -> 
         assert result.stderr.strip().count("\n") == 0
 
 
-def test_a_classifier_can_be_asked_for_members_but_not_for_names(learned: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_classifier_can_be_asked_for_members_but_not_for_names(learned, tmp_path):
     torch.manual_seed(0)
     folder = tmp_path / "classifier"
     settings = transformers.GPT2Config(

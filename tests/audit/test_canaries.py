@@ -6,30 +6,24 @@ tenth is missed by an audit in a hundred or fewer, by losses in 5 of 140: it is 
 than once in 10^11. Noise that is somewhat weaker is missed more seldom still, and looked for four times.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
 import fastdp
 from fastdp import audit, ops
-from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.clip import norms
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
-from fastdp.private.run import Private
 from tests.audit.runs import CANARIES, Tied, canary, ordinary, start
 from tests.cases import cases
 from tests.loops import train
-from tests.noise import Add, replace_noise
+from tests.noise import replace_noise
 
 CONFIDENCE = 1 - 1e-5
 SHARES = (0.2, 0.5)
 
 
-def gradients(count: int = 800, statistic: str = "mean", **options: Any) -> audit.AuditResult:
+def gradients(count=800, statistic="mean", **options):
     """An audit by gradient canaries of a run that claims epsilon 1."""
     private = start(ordinary(), **{"target_epsilon": 1.0, **options})
     canaries = audit.GradientCanaries(private, count, statistic=statistic)
@@ -39,7 +33,7 @@ def gradients(count: int = 800, statistic: str = "mean", **options: Any) -> audi
     return result
 
 
-def examples(score: str = "gradient", **options: Any) -> audit.AuditResult:
+def examples(score="gradient", **options):
     """An audit by example canaries of a run that claims epsilon 1."""
     data, units = audit.with_canaries(ordinary(), [canary(token) for token in range(CANARIES)])
     private = start(data, **{"target_epsilon": 1.0, "epochs": 1, **options})
@@ -62,30 +56,13 @@ def examples(score: str = "gradient", **options: Any) -> audit.AuditResult:
         {"adjacency": "replace_one"},
     ],
 )
-def test_gradient_canaries_pass_the_correct_mechanism(options: dict[str, Any]) -> None:
+def test_gradient_canaries_pass_the_correct_mechanism(options):
     assert not gradients(**options).refuted
 
 
 @cases(("score", "options"), [("gradient", {}), ("loss", {}), ("gradient", {"batch_size": 124, "tied": False})])
-def test_example_canaries_pass_the_correct_mechanism(score: str, options: dict[str, Any]) -> None:
+def test_example_canaries_pass_the_correct_mechanism(score, options):
     assert not examples(score, **options).refuted
-
-
-def test_canaries_see_what_little_noise_shows() -> None:
-    """With less noise the same audits do see the coins: passing above is not blindness."""
-    strong = {"target_epsilon": None, "noise_multiplier": 0.2}
-    private = start(ordinary(), **strong)
-    canaries = audit.GradientCanaries(private, 800)
-    train(private)
-    result = canaries.result(CONFIDENCE, shares=SHARES)
-    assert result.epsilon > 2
-    assert not result.refuted
-    for score in ("gradient", "loss"):
-        data, units = audit.with_canaries(ordinary(), [canary(token) for token in range(CANARIES)])
-        private = start(data, **strong)
-        planted = audit.ExampleCanaries(private, units, score=score)
-        train(private)
-        assert planted.result(CONFIDENCE, shares=SHARES).epsilon > 1
 
 
 # --- mechanisms that are broken ---------------------------------------------------------------------------------------
@@ -100,15 +77,15 @@ def test_canaries_see_what_little_noise_shows() -> None:
         (examples, {"score": "loss"}),
     ],
 )
-def test_noise_at_a_tenth_is_caught(audited: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_at_a_tenth_is_caught(audited, options, monkeypatch):
     replace_noise(monkeypatch, lambda total, std, add: add(total, std / 10))
     assert any(audited(**options).refuted for _ in range(8))
 
 
-def test_noise_that_is_reused_in_every_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: dict[torch.Size, torch.Tensor] = {}
+def test_noise_that_is_reused_in_every_step_is_caught(monkeypatch):
+    kept = {}
 
-    def draw(total: torch.Tensor, std: float, add: Add) -> None:
+    def draw(total, std, add):
         if total.shape not in kept:
             add(kept.setdefault(total.shape, torch.zeros_like(total)), 1.0)
         total.add_(kept[total.shape], alpha=std)
@@ -117,10 +94,10 @@ def test_noise_that_is_reused_in_every_step_is_caught(monkeypatch: pytest.Monkey
     assert gradients().refuted
 
 
-def test_a_group_that_the_policy_leaves_unclipped_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_the_policy_leaves_unclipped_is_caught(monkeypatch):
     correct = Policy.scales
 
-    def scales(self: Policy, upper: UpperNorms) -> torch.Tensor:
+    def scales(self, upper):
         factors = correct(self, upper)
         return torch.cat([torch.ones_like(factors[:1]), factors[1:]])
 
@@ -129,7 +106,7 @@ def test_a_group_that_the_policy_leaves_unclipped_is_caught(monkeypatch: pytest.
     assert gradients(method=per_layer, tied=False, self_check=False).refuted
 
 
-def test_a_layer_left_out_of_the_norm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_left_out_of_the_norm_is_caught(monkeypatch):
     correct = ops.sqnorm
     # The embedding's factor is the ids of its tokens.
     monkeypatch.setattr(ops, "sqnorm", lambda left, *rest: correct(left, *rest) * float(left.is_floating_point()))
@@ -137,16 +114,16 @@ def test_a_layer_left_out_of_the_norm_is_caught(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("score", ["gradient", "loss"])
-def test_a_second_use_left_out_of_the_norm_is_caught(score: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_use_left_out_of_the_norm_is_caught(score, monkeypatch):
     join = norms.join_uses
     monkeypatch.setattr(norms, "join_uses", lambda uses, *rest: join([use for use in uses if not use.one_hot], *rest))
     assert examples(score, self_check=False).refuted
 
 
-def test_noise_whose_size_depends_on_the_data_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_whose_size_depends_on_the_data_is_caught(monkeypatch):
     """Three times the noise where the clipped sum is large: too much on average, and it shows where that is."""
 
-    def draw(total: torch.Tensor, std: float, add: Add) -> None:
+    def draw(total, std, add):
         extra = torch.where(total.abs() > total.abs().median(), 3.0, 1.0)
         silent = total.clone()
         add(total, std)
@@ -160,20 +137,20 @@ def test_noise_whose_size_depends_on_the_data_is_caught(monkeypatch: pytest.Monk
 # --- how canaries enter a run -----------------------------------------------------------------------------------------
 
 
-def silent(private: Private) -> None:
+def silent(private):
     """Take one step and leave the gradients."""
     batch = next(iter(private.data_loader))
     private.model(**batch)["loss"].backward()
     private.optimizer.step()
 
 
-def flat(private: Private) -> torch.Tensor:
+def flat(private):
     return torch.cat([p.grad.reshape(-1) for p in private.model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("groups", [None, "per_layer"])
-def test_each_included_gradient_canary_adds_a_gradient_of_the_bounds_norm(groups: str | None) -> None:
-    options: dict[str, Any] = {
+def test_each_included_gradient_canary_adds_a_gradient_of_the_bounds_norm(groups):
+    options = {
         "target_epsilon": None,
         "noise_multiplier": 0.0,
         "method": fastdp.DPSGD(max_grad_norm=0.1, groups=groups),
@@ -189,7 +166,7 @@ def test_each_included_gradient_canary_adds_a_gradient_of_the_bounds_norm(groups
     assert scores[canaries.included].min() > scores[~canaries.included].max()
 
 
-def test_masked_groups_are_clipped_each_on_its_own() -> None:
+def test_masked_groups_are_clipped_each_on_its_own():
     private = start(ordinary(), target_epsilon=None, noise_multiplier=0.0)
     name, mask = "embedding.weight", torch.arange(Tied().embedding.weight.numel()).view(-1, 12) % 3 == 0
     policy = Policy((0.1, 0.4), (0.0, 0.0), {name: (0, 1)}, {name: mask})
@@ -202,7 +179,7 @@ def test_masked_groups_are_clipped_each_on_its_own() -> None:
     assert float(sums[name][~mask].norm()) == pytest.approx(0.4 * included, rel=1e-4)
 
 
-def test_excluded_examples_take_no_part_and_included_ones_do() -> None:
+def test_excluded_examples_take_no_part_and_included_ones_do():
     data, units = audit.with_canaries(ordinary(), [canary(token) for token in range(20)])
     private = start(data, target_epsilon=None, noise_multiplier=0.0)
     canaries = audit.ExampleCanaries(private, units, unsafe_seed=1)
@@ -215,9 +192,9 @@ def test_excluded_examples_take_no_part_and_included_ones_do() -> None:
     assert len(next(iter(private.data_loader))["ids"]) == len(data)
 
 
-def test_plain_gradients_leave_the_released_ones_alone() -> None:
+def test_plain_gradients_leave_the_released_ones_alone():
     data, units = audit.with_canaries(ordinary(), [canary(token) for token in range(20)])
-    options: dict[str, Any] = {"target_epsilon": None, "noise_multiplier": 1.0, "unsafe_seed": 4}
+    options = {"target_epsilon": None, "noise_multiplier": 1.0, "unsafe_seed": 4}
     runs = [start(data, **options) for _ in range(2)]
     audit.ExampleCanaries(runs[0], units, score="gradient", unsafe_seed=1)
     audit.ExampleCanaries(runs[1], units, score="loss", unsafe_seed=1)
@@ -227,7 +204,7 @@ def test_plain_gradients_leave_the_released_ones_alone() -> None:
     assert runs[0].model.training
 
 
-def test_detached_canaries_leave_the_run_as_it_was() -> None:
+def test_detached_canaries_leave_the_run_as_it_was():
     plain, watched = (start(ordinary(), target_epsilon=1.0, unsafe_seed=2) for _ in range(2))
     audit.GradientCanaries(watched, 10).detach()
     for run in (plain, watched):
@@ -235,7 +212,7 @@ def test_detached_canaries_leave_the_run_as_it_was() -> None:
     assert torch.equal(flat(plain), flat(watched))
 
 
-def test_what_cannot_be_audited_is_refused() -> None:
+def test_what_cannot_be_audited_is_refused():
     run = start(ordinary(), target_epsilon=1.0, target_delta=1e-5)
     for kind, canaries_of, options, match in (
         (audit.GradientCanaries, 1, {}, "at least 2"),
@@ -261,7 +238,7 @@ def test_what_cannot_be_audited_is_refused() -> None:
         audit.GradientCanaries(nothing, 10)
 
 
-def test_input_canaries_are_what_no_data_holds() -> None:
+def test_input_canaries_are_what_no_data_holds():
     rows = audit.random_sequences(30, 8, 50)
     assert len({tuple(row["input_ids"]) for row in rows}) == 30
     assert all(

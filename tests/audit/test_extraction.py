@@ -1,16 +1,12 @@
 """Names said by a model that knows them by heart, and by one that never saw them."""
 
-from __future__ import annotations
-
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from fastdp import audit
 
 
-def test_names_are_found_as_whole_words_and_the_longest_first() -> None:
+def test_names_are_found_as_whole_words_and_the_longest_first():
     find = audit.NameFinder(["Ann", "Ann Lee", "O.K."])
     assert find("Ann Lee met Anna, Ann and O.K.; O1K. did not.") == ["Ann Lee", "Ann", "O.K."]
     for names in ([], ["Ann", " "]):
@@ -18,7 +14,7 @@ def test_names_are_found_as_whole_words_and_the_longest_first() -> None:
             audit.NameFinder(names)
 
 
-def test_precision_and_recall() -> None:
+def test_precision_and_recall():
     texts = ["Ann and Bob.", "Ann, Zoe and Max", ""]
     result = audit.extraction(texts, ["Ann", "Bob", "Cleo", "Dan"], ["Zoe", "Yan"])
     assert (result.extracted, result.named, result.planted, result.texts) == (2, 3, 4, 3)
@@ -32,7 +28,7 @@ def test_precision_and_recall() -> None:
         audit.extraction(texts, ["Ann"], ["Ann"])
 
 
-def test_texts_repeat_with_their_seed_and_leave_torchs_generator_alone(learned: SimpleNamespace) -> None:
+def test_texts_repeat_with_their_seed_and_leave_torchs_generator_alone(learned):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

@@ -1,7 +1,5 @@
 """Tokens from embeddings, and from deeper representations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
@@ -12,7 +10,7 @@ VOCABULARY, WIDTH = 120, 24
 
 
 @pytest.fixture(scope="module")
-def encoder() -> transformers.PreTrainedModel:
+def encoder():
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
@@ -22,7 +20,7 @@ def encoder() -> transformers.PreTrainedModel:
     return model
 
 
-def test_embeddings_without_noise_are_plain_text_and_with_much_noise_they_are_not() -> None:
+def test_embeddings_without_noise_are_plain_text_and_with_much_noise_they_are_not():
     torch.manual_seed(0)
     table = torch.randn(VOCABULARY, WIDTH)
     ids = torch.randint(0, VOCABULARY, (40, 25))
@@ -33,7 +31,7 @@ def test_embeddings_without_noise_are_plain_text_and_with_much_noise_they_are_no
     assert drowned.recovered < 0.05
 
 
-def test_only_masked_tokens_count() -> None:
+def test_only_masked_tokens_count():
     ids = torch.tensor([[1, 2, 3]])
     result = audit.inversion(torch.tensor([[1, 0, 0]]), ids, torch.tensor([[True, True, False]]))
     assert (result.recovered, result.tokens) == (0.5, 2)
@@ -43,7 +41,7 @@ def test_only_masked_tokens_count() -> None:
         audit.inversion(ids, ids, torch.zeros(1, 3, dtype=torch.bool))
 
 
-def test_a_bottom_of_ids_becomes_one_of_embeddings(encoder: transformers.PreTrainedModel) -> None:
+def test_a_bottom_of_ids_becomes_one_of_embeddings(encoder):
     ids = torch.randint(0, VOCABULARY, (2, 7))
     embedding = encoder.embeddings.word_embeddings
     run = audit.from_embeddings(lambda i: encoder(input_ids=i).last_hidden_state, embedding)
@@ -56,11 +54,11 @@ def test_a_bottom_of_ids_becomes_one_of_embeddings(encoder: transformers.PreTrai
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_tokens_come_back_from_behind_encoder_blocks(encoder: transformers.PreTrainedModel, blocks: int) -> None:
+def test_tokens_come_back_from_behind_encoder_blocks(encoder, blocks):
     torch.manual_seed(1)
     ids = torch.randint(0, VOCABULARY, (2, 6))
 
-    def bottom(i: torch.Tensor) -> torch.Tensor:
+    def bottom(i):
         return encoder(input_ids=i, output_hidden_states=True).hidden_states[blocks]
 
     run = audit.from_embeddings(bottom, encoder.embeddings.word_embeddings)
@@ -71,10 +69,7 @@ def test_tokens_come_back_from_behind_encoder_blocks(encoder: transformers.PreTr
     assert audit.inversion(audit.optimised_tokens(noisy, run, table, steps=60), ids).recovered < 0.5
 
 
-def test_the_optimisation_refuses_what_it_cannot_use() -> None:
-    for released, steps, message in (
-        (torch.zeros(3, 4), 10, "sequences, tokens"),
-        (torch.zeros(1, 3, 4), 0, "steps"),
-    ):
+def test_the_optimisation_refuses_what_it_cannot_use():
+    for released, steps, message in ((torch.zeros(3, 4), 10, "sequences, tokens"), (torch.zeros(1, 3, 4), 0, "steps")):
         with pytest.raises(ValueError, match=message):
             audit.optimised_tokens(released, lambda e: e, torch.zeros(5, 4), steps=steps)

@@ -1,9 +1,5 @@
 """An example's loss is the model's own on that example alone, whatever the batch around it."""
 
-from __future__ import annotations
-
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers
@@ -14,7 +10,7 @@ from tests.audit.conftest import DECOYS, PLANTED, sentences
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 100])
-def test_each_loss_is_the_models_on_the_example_alone(learned: SimpleNamespace, batch_size: int) -> None:
+def test_each_loss_is_the_models_on_the_example_alone(learned, batch_size):
     texts = [*sentences(PLANTED), "Gout.", *sentences(DECOYS)]
     examples = causal_examples(learned.tokenizer, texts, 40)
     seen = []
@@ -26,7 +22,7 @@ def test_each_loss_is_the_models_on_the_example_alone(learned: SimpleNamespace, 
         assert float(loss) == pytest.approx(float(alone), abs=1e-5)
 
 
-def test_classifiers_have_the_cross_entropy_of_their_label() -> None:
+def test_classifiers_have_the_cross_entropy_of_their_label():
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=3
@@ -40,7 +36,7 @@ def test_classifiers_have_the_cross_entropy_of_their_label() -> None:
         assert float(loss) == pytest.approx(float(model(**Collator(0)([example])).loss.detach()), abs=1e-5)
 
 
-def test_what_has_no_loss_is_refused(learned: SimpleNamespace) -> None:
+def test_what_has_no_loss_is_refused(learned):
     with pytest.raises(ValueError, match="no examples"):
         audit.example_losses(learned.model, [], Collator(0))
     rows = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2], "labels": [-100, -100]}]

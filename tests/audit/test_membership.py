@@ -1,7 +1,5 @@
 """ROC-AUC against its definition, and attacks on a model that knows its training data by heart."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -13,13 +11,13 @@ scores = st.lists(st.integers(-4, 4), min_size=1, max_size=12).map(lambda values
 
 @settings(max_examples=50)
 @given(members=scores, others=scores)
-def test_auc_is_the_probability_that_a_member_scores_higher(members: torch.Tensor, others: torch.Tensor) -> None:
+def test_auc_is_the_probability_that_a_member_scores_higher(members, others):
     pairs = members.unsqueeze(1) - others
     expected = float(((pairs > 0).double() + (pairs == 0).double() / 2).mean())
     assert audit.membership(members, others).auc == pytest.approx(expected, abs=1e-12)
 
 
-def test_members_found_at_one_percent() -> None:
+def test_members_found_at_one_percent():
     others = torch.arange(200.0)
     # 198 and above is what 1% of the others have; the third highest of them is the threshold.
     result = audit.membership(torch.tensor([196.0, 197.5, 198.5, 250.0]), others)
@@ -28,7 +26,7 @@ def test_members_found_at_one_percent() -> None:
     assert audit.membership(others, others).tpr_at_1_percent == pytest.approx(0.01)
 
 
-def test_the_standard_error_covers_the_spread_of_the_auc() -> None:
+def test_the_standard_error_covers_the_spread_of_the_auc():
     torch.manual_seed(0)
     results = [audit.membership(torch.randn(200) + 0.5, torch.randn(200)) for _ in range(200)]
     spread = torch.tensor([r.auc for r in results]).std()
@@ -36,7 +34,7 @@ def test_the_standard_error_covers_the_spread_of_the_auc() -> None:
 
 
 @pytest.mark.parametrize("references", [1, 16])
-def test_the_likelihood_ratio_sees_past_examples_that_are_hard_by_themselves(references: int) -> None:
+def test_the_likelihood_ratio_sees_past_examples_that_are_hard_by_themselves(references):
     """Members are .3 likelier than without training, among examples whose losses differ by 1."""
     torch.manual_seed(0)
     hardness = torch.randn(4000)
@@ -49,7 +47,7 @@ def test_the_likelihood_ratio_sees_past_examples_that_are_hard_by_themselves(ref
     assert audit.membership(ratio[:2000], ratio[2000:]).auc > 0.9
 
 
-def test_nonsense_is_refused() -> None:
+def test_nonsense_is_refused():
     with pytest.raises(ValueError, match="both kinds"):
         audit.membership(torch.zeros(0), torch.zeros(3))
     with pytest.raises(ValueError, match="not finite"):

@@ -1,9 +1,5 @@
 """Audits of runs by other methods than DP-SGD: their groups, masks and stages are the run's own, not the audit's."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -11,7 +7,6 @@ from torch.utils.data import DataLoader
 import fastdp
 from fastdp import audit
 from fastdp.methods.rapft import NoisyMap, PublicMap, RapFT
-from fastdp.private.run import Private
 from tests.audit import faults
 from tests.engine.models import build
 from tests.loops import train
@@ -20,22 +15,22 @@ from tests.private.test_preparation import Drawn
 CONFIDENCE = 1 - 1e-5
 
 
-def rows(count: int) -> list[dict[str, torch.Tensor]]:
+def rows(count):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 61, (count, 5), generator=generator)
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def public() -> list[dict[str, torch.Tensor]]:
+def public():
     return [{key: torch.stack([row[key] for row in rows(3)]) for key in ("input_ids", "labels")}]
 
 
-def start(method: Any) -> Private:
+def start(method):
     model = build("gpt2")
     return fastdp.make_private(
         model,
         torch.optim.SGD(model.parameters(), lr=1e-4),
-        DataLoader(rows(6), batch_size=6),  # type: ignore[arg-type]
+        DataLoader(rows(6), batch_size=6),
         method=method,
         target_epsilon=1.0,
         target_delta=1e-8,
@@ -43,7 +38,7 @@ def start(method: Any) -> Private:
     )
 
 
-def audited(method: Any, noise: float = 1.0) -> audit.AuditResult:
+def audited(method, noise=1.0):
     private = start(method)
     canaries = audit.GradientCanaries(private, 600)
     if noise != 1.0:
@@ -64,13 +59,13 @@ def audited(method: Any, noise: float = 1.0) -> audit.AuditResult:
     ],
     ids=["printed", "optimal", "selection"],
 )
-def test_a_mechanism_passes_and_is_caught_at_a_tenth_of_its_noise(method: Any) -> None:
+def test_a_mechanism_passes_and_is_caught_at_a_tenth_of_its_noise(method):
     """Masks, and training after a selection. An audit misses a tenth less than once in 10^4: it is made up to four times."""
     assert not audited(method).refuted
     assert any(audited(method, 0.1).refuted for _ in range(4))
 
 
-def test_a_method_prepares_without_the_excluded_canaries() -> None:
+def test_a_method_prepares_without_the_excluded_canaries():
     private = start(RapFT(source=NoisyMap(noise_multiplier=20.0, sample_rate=1.0)))
     canaries = audit.ExampleCanaries(private, range(6), unsafe_seed=1)
     watch = Drawn()
@@ -82,13 +77,13 @@ def test_a_method_prepares_without_the_excluded_canaries() -> None:
 
 
 @pytest.mark.slow
-def test_a_mask_from_private_data_is_caught_and_one_from_public_data_passes() -> None:
+def test_a_mask_from_private_data_is_caught_and_one_from_public_data_passes():
     assert faults.mask(300, private_mask=True).refuted
     assert not faults.mask(300, private_mask=False).refuted
 
 
 @pytest.mark.slow
-def test_halved_noise_is_caught_and_whole_noise_passes() -> None:
+def test_halved_noise_is_caught_and_whole_noise_passes():
     """At 95%: of three audits of the faulty mechanism most must catch it, of the correct one none may."""
     assert sum(faults.weaker_noise(80_000, 0.5).refuted for _ in range(3)) >= 2
     assert sum(faults.weaker_noise(80_000, 1.0).refuted for _ in range(3)) == 0

@@ -36,6 +36,8 @@ class Healthy(http.server.BaseHTTPRequestHandler):
 port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
 """
+
+
 RAY = """
 import pathlib, sys, time
 tries = pathlib.Path(__file__).with_suffix(".tries")

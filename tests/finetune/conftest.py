@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from fastdp.finetune import FinetuneConfig, run
+from fastdp.finetune.machine import Machine
 from fastdp.quickstart.corpus import private_records
 from tests.tokenizers_for_tests import small_gpt2
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+#: Every example as long, so that a step's time is known: micro-batches of 8, and none of another length than the first.
+MACHINE = Machine(0.02, 1e-4, 0.1, 0.5, 3.0, 1 << 30, 8, (32,), "measured here, on a test's word")
 
 
 @pytest.fixture(scope="session")

@@ -43,14 +43,8 @@ def tuned(config: Any) -> Case:
 LORA: dict[str, dict[str, Any]] = {
     "lora": {},
     "lora_dropout": {"lora_dropout": 0.1},
-    "lora_all_linear": {"target_modules": "all-linear"},
-    "lora_rslora": {"use_rslora": True},
-    "lora_pissa": {"init_lora_weights": "pissa"},
-    "lora_bias": {"bias": "lora_only", "lora_bias": True},
     "lora_head_saved": {"modules_to_save": ["lm_head"]},
     "lora_embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
-    "lora_rank_pattern": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 4}},
-    "lora_layers_to_transform": {"layers_to_transform": [1]},
     "lora_trainable_tokens": {"trainable_token_indices": [5, 6]},
     "dora": {"use_dora": True},
 }
@@ -63,20 +57,15 @@ _SCALED = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_mod
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ia3": ("IA3", {**_TASK, **_SCALED}),
     "prompt_tuning": ("PromptTuning", {**_TASK, "num_virtual_tokens": 3}),
-    "p_tuning": ("PromptEncoder", {**_TASK, "num_virtual_tokens": 3, "encoder_hidden_size": 8}),
     "prefix_tuning": ("PrefixTuning", {**_TASK, "num_virtual_tokens": 3}),
     "lokr": ("LoKr", _QV),
     "vera": ("Vera", {"r": 4, "target_modules": ["q_proj"]}),
     "layer_norm_tuning": ("LNTuning", {**_TASK, "target_modules": ["norm"]}),
-    "hra": ("HRA", _QV),
 }
 #: Methods that multiply by a matrix made of parameters, whose factors no product of activations gives.
 MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "loha": ("LoHa", _QV),
     "oft": ("OFT", {"r": 2, "oft_block_size": 0, "target_modules": _ATTENTION}),
-    "boft": ("BOFT", {"boft_block_size": 4, "target_modules": ["q_proj"]}),
-    "fourierft": ("FourierFT", {"n_frequency": 20, "target_modules": _ATTENTION}),
-    "c3a": ("C3A", {"block_size": 8, "target_modules": ["q_proj"]}),
 }
 
 
@@ -91,7 +80,6 @@ register_all(MADE, configured, expect="one-example", why="the method makes a mat
 
 @program()
 def lora_checkpointing() -> Case:
-    """LoRA with gradient checkpointing."""
     model = kit.llama()
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
@@ -100,7 +88,6 @@ def lora_checkpointing() -> Case:
 
 @program()
 def bitfit() -> Case:
-    """Biases and the head alone."""
     model = kit.bert()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("bias" in name or "classifier" in name)
@@ -109,7 +96,6 @@ def bitfit() -> Case:
 
 @program()
 def last_layer() -> Case:
-    """The last layer, pooler and head of BERT."""
     model = kit.bert()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in ("layer.1", "pooler", "classifier")))
@@ -130,7 +116,6 @@ def bottleneck_adapters() -> Case:
 
 @program("refused: AdaLoRA", "its ranks follow gradients, which would be released without noise")
 def adalora() -> Case:
-    """AdaLoRA, whose loop calls update_and_allocate."""
     config = peft.AdaLoraConfig(
         task_type="CAUSAL_LM",
         init_r=4,
@@ -196,20 +181,8 @@ register("lora_dp_multihead_attention", lambda: _attentive(DPMultiheadAttention(
 
 #: Programs of one line.
 ONE_LINE: dict[str, Any] = {
-    "lora_classifier": lambda: Case(
-        adapted(
-            kit.bert(), peft.LoraConfig(task_type="SEQ_CLS", r=4, lora_dropout=0.1, target_modules=["query", "value"])
-        ),
-        kit.labelled(),
-        kit.classify,
-    ),
     "lora_gpt2_conv1d": lambda: Case(
         adapted(kit.gpt2(), lora(target_modules=["c_attn"], fan_in_fan_out=True)), kit.id_rows(), kit.causal
-    ),
-    "lora_t5": lambda: Case(
-        adapted(kit.t5(), peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=4, target_modules=["q", "v"])),
-        kit.pair_rows(),
-        kit.translate,
     ),
     "lora_bfloat16_base": lambda: Case(
         adapted(kit.llama().to(torch.bfloat16), lora()), kit.id_rows(), kit.causal, exact=False

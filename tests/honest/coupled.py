@@ -35,20 +35,17 @@ register_all(NORMS, lambda build: build(), "batch_norm_", "", "refused: batch", 
 
 @program("refused: batch", "statistics of the batch")
 def resnet_of_transformers() -> Case:
-    """A stock ResNet."""
     config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=kit.CLASSES)
     return Case(hf.ResNetForImageClassification(config), kit.images(32), kit.pictures)
 
 
 @program("refused: batch", "statistics of the batch, by function")
 def functional_batch_norm() -> Case:
-    """F.batch_norm inside forward."""
     return coupled(lambda self, x, y: F.cross_entropy(self.net(F.batch_norm(x, None, None, training=True)), y))
 
 
 @program("refused: statistics or refused: buffer", "running statistics of the data are kept")
 def instance_norm_running_statistics() -> Case:
-    """InstanceNorm2d(track_running_stats=True)."""
     return outside(kit.convnet(lambda c: nn.InstanceNorm2d(c, affine=True, track_running_stats=True)), kit.images())
 
 
@@ -82,7 +79,6 @@ for _name, _loss in LOSSES.items():
 
 @program(COUPLED, "similarities between rows")
 def clip_model() -> Case:
-    """CLIP's contrastive loss."""
     tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = hf.CLIPTextConfig(
         **tower, vocab_size=96, max_position_embeddings=16, pad_token_id=0, bos_token_id=2, eos_token_id=3
@@ -98,13 +94,11 @@ def clip_model() -> Case:
 
 @program(COUPLED, "other rows are the negatives")
 def in_batch_negatives() -> Case:
-    """MultipleNegativesRankingLoss."""
     return embedder(lambda self, a, p, n: F.cross_entropy(encode(self, a) @ encode(self, p).T, torch.arange(len(a))))
 
 
 @program("one-example or " + COUPLED, "a term of the router runs over all tokens of the batch")
 def router_auxiliary_loss() -> Case:
-    """Mixtral with output_router_logits=True."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
     return Case(build("Mixtral", "ForCausalLM", **experts), kit.id_rows(), kit.causal, exact=False)
 
@@ -136,8 +130,6 @@ register_all(STATEFUL, _stateful, expect=STATE, why="a buffer carries rows of ea
 
 @program(STATE, "an attribute carries rows of earlier batches")
 def running_mean_attribute() -> Case:
-    """A running mean that is a plain attribute."""
-
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.kept = 0.9 * self.kept + 0.1 * x.detach().mean(0)
         return F.cross_entropy(self.net(x - self.kept), y)
@@ -147,7 +139,6 @@ def running_mean_attribute() -> Case:
 
 @program("one-example or refused: buffer", "a buffer follows the weight, by power iteration in forward")
 def spectral_norm() -> Case:
-    """spectral_norm on a layer."""
     net = nn.Sequential(parametrizations.spectral_norm(nn.Linear(12, 16)), nn.ReLU(), nn.Linear(16, kit.CLASSES))
     return outside(net, kit.numbers(), exact=False)
 
@@ -162,13 +153,11 @@ def left(rows: list[Any], **options: Any) -> Case:
 
 @program(PADDING, "padding on the left moves absolute positions")
 def left_padding() -> Case:
-    """Rows of varying length."""
     return left(kit.id_rows())
 
 
 @program(PADDING, "padding on the left moves absolute positions")
 def left_padding_one_long() -> Case:
-    """One record is far longer than the others."""
     return left([*kit.id_rows(ROWS - 1, 6, 6), *kit.id_rows(1, 40, 40)])
 
 
@@ -180,7 +169,6 @@ def left_padding_relative() -> Case:
 
 @program(PADDING, "attention sees padding")
 def encoder_without_mask() -> Case:
-    """BERT without an attention mask on padded rows."""
     return Case(
         kit.bert(), kit.labelled(), lambda rows: {k: v for k, v in kit.classify(rows).items() if k != "attention_mask"}
     )
@@ -203,8 +191,6 @@ def token_mean_in_loop() -> Case:
 
 @program("refused: one loss or " + TOKENS, "a criterion must give one loss a row")
 def token_mean_criterion() -> Case:
-    """A criterion that divides by the tokens of the batch."""
-
     def criterion(output: Any, batch: Any) -> torch.Tensor:
         labels = batch["labels"][:, 1:]
         losses = F.cross_entropy(output.logits[:, :-1].transpose(1, 2), labels, reduction="none")
@@ -215,8 +201,6 @@ def token_mean_criterion() -> Case:
 
 @program("refused: loop or " + COUPLED, "rows are mixed")
 def mixup_in_loop() -> Case:
-    """Mixup in the loop."""
-
     def loss(model: Any, batch: Any) -> torch.Tensor:
         other = torch.randperm(len(batch[0]))
         output = model(0.7 * batch[0] + 0.3 * batch[0][other])
@@ -227,7 +211,6 @@ def mixup_in_loop() -> Case:
 
 @program("refused: loop or " + COUPLED, "every row sees the mean of the batch")
 def standardised_in_loop() -> Case:
-    """The loop standardises features by the batch."""
     return outside(kit.mlp(), kit.numbers(), loss=lambda m, b: F.cross_entropy(m(_standardise(b[0])), b[1]))
 
 
@@ -273,8 +256,6 @@ def sparse_autoencoder() -> Case:
 
 @program("refused: collator or " + COUPLED, "rows are mixed")
 def mixup_in_collator() -> Case:
-    """Mixup in the collator."""
-
     def collate(rows: list[Any]) -> list[torch.Tensor]:
         x, y = (torch.stack(column) for column in zip(*rows))
         return [0.7 * x + 0.3 * x.roll(1, 0), y]
@@ -284,7 +265,6 @@ def mixup_in_collator() -> Case:
 
 @program("refused: pack or refused: unit_map or refused: collator", "several examples share a row without a map")
 def packed_without_map() -> Case:
-    """DataCollatorWithFlattening without unit_map."""
     rows = [{"input_ids": row["input_ids"]} for row in kit.id_rows()]
     return Case(build("Llama", "ForCausalLM"), rows, hf.DataCollatorWithFlattening())
 

@@ -88,16 +88,13 @@ def frozen_batch_norm() -> Case:
     return outside(Frozen().train(), kit.images())
 
 
-def _packed(kind: Any) -> Case:
+@program("one-example", PACKED)
+def packed_lstm() -> Case:
     def forward(self: Any, x: torch.Tensor, lengths: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         packed = rnn.pack_padded_sequence(self.embed(x), lengths, batch_first=True, enforce_sorted=False)
-        hidden = self.layer(packed)[1]
-        return F.cross_entropy(self.head((hidden[0] if isinstance(hidden, tuple) else hidden)[-1]), y)
+        return F.cross_entropy(self.head(self.layer(packed)[1][0][-1]), y)
 
-    return Case(recurrent(kind, forward), names(), with_lengths, kit.unpack)
-
-
-register_all({"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}, _packed, "packed_", "", "one-example", PACKED)
+    return Case(recurrent(nn.LSTM, forward), names(), with_lengths, kit.unpack)
 
 
 @program("one-example or refused: pad", "the last time step is padding")
@@ -111,7 +108,6 @@ def last_step_of_padded() -> Case:
 
 @program("one-example or refused: pad", "the mean runs over padding")
 def mean_over_padding() -> Case:
-    """A bag of words whose mean counts padding."""
     model = kit.Wrapped(lambda self, x, lengths, y: F.cross_entropy(self.head(self.embed(x).mean(1)), y))
     model.embed, model.head = nn.Embedding(kit.VOCABULARY, 8), nn.Linear(8, kit.CLASSES)
     return Case(model, names(), with_lengths, kit.unpack)
@@ -166,39 +162,7 @@ def fast_path_without_mask() -> Case:
 
 
 @program()
-def checks_in_forward() -> Case:
-    """Asserts on ids and on NaN in forward."""
-
-    def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        assert ids.max() < kit.VOCABULARY, "an id is out of range"
-        logits = attention(self, ids, mask)
-        if torch.isnan(logits).any():
-            raise FloatingPointError("NaN")
-        return F.cross_entropy(logits, labels)
-
-    return text_case(forward)
-
-
-@program()
-def statistics_for_the_log() -> Case:
-    """forward keeps means of activations for a log, by .item() and by hooks."""
-
-    def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = attention(self, ids, mask)
-        self.seen = {"logits": logits.abs().mean().item()}
-        return F.cross_entropy(logits, labels)
-
-    case, log = text_case(forward), []
-    for module in case.model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda m, args, output: log.append(output.detach().std().item()))
-    return case
-
-
-@program()
 def attention_kept_for_plots() -> Case:
-    """forward keeps its attention weights in an attribute."""
-
     def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         weights = (x @ x.transpose(1, 2)).masked_fill((mask == 0)[:, None], -1e9).softmax(-1)
@@ -211,8 +175,6 @@ def attention_kept_for_plots() -> Case:
 
 @program()
 def counter_buffer() -> Case:
-    """A buffer counts forward passes, for annealing."""
-
     def forward(self: Any, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         self.passes += 1
         return F.cross_entropy(attention(self, ids, mask), labels)
@@ -249,8 +211,6 @@ def logits_and_loss() -> Case:
 
 @program()
 def texts_as_input() -> Case:
-    """A model that takes texts and tokenizes them itself."""
-
     def forward(self: Any, sentences: list[str], labels: torch.Tensor) -> torch.Tensor:
         encoded = kit.tokenizer()(list(sentences), padding=True, return_tensors="pt")
         return F.cross_entropy(attention(self, encoded["input_ids"], encoded["attention_mask"]), labels)
@@ -259,12 +219,11 @@ def texts_as_input() -> Case:
     return Case(text_model(forward), rows, None, kit.unpack)
 
 
-def _normed(norm: Any) -> Case:
-    return outside(nn.Sequential(norm(nn.Linear(12, 16)), nn.ReLU(), nn.Linear(16, 3)), kit.numbers())
-
-
-_MADE = {"weight_norm": parametrizations.weight_norm, "orthogonal": parametrizations.orthogonal}
-register_all(_MADE, _normed, expect="one-example", why="the layer's weight is made of parameters")
+@program("one-example", "the layer's weight is made of parameters")
+def weight_norm() -> Case:
+    return outside(
+        nn.Sequential(parametrizations.weight_norm(nn.Linear(12, 16)), nn.ReLU(), nn.Linear(16, 3)), kit.numbers()
+    )
 
 
 def _of_blocks(made: Any, given: Any = lambda x: x, *, swaps: bool = False) -> Case:
@@ -374,7 +333,6 @@ def _several_outputs(forward: Any, loss: Any, **parts: Any) -> Case:
 
 @program()
 def members_first() -> Case:
-    """An ensemble whose members' outputs are stacked."""
     loss = lambda m, b: sum(F.cross_entropy(z, b[1]) for z in m(b[0])) / 3  # noqa: E731
     nets = nn.ModuleList(kit.mlp() for _ in range(3))
     return _several_outputs(lambda self, x: torch.stack([net(x) for net in self.nets]), loss, nets=nets)
@@ -416,7 +374,6 @@ def ids_of_activations() -> Case:
 
 @program()
 def compiled_block() -> Case:
-    """torch.compile of one block within the model."""
     net = kit.mlp(12, kit.CLASSES, nn.Sequential(nn.ReLU(), nn.Linear(kit.WIDTH, kit.WIDTH), nn.ReLU()))
     net[1] = torch.compile(net[1], backend="eager")
     return outside(net, kit.numbers())
@@ -424,7 +381,6 @@ def compiled_block() -> Case:
 
 @program()
 def double_precision() -> Case:
-    """A model and data in float64."""
     x, y = kit.numbers().tensors
     return outside(kit.mlp().double(), TensorDataset(x.double(), y))
 
@@ -583,21 +539,12 @@ register_all({"list_of_texts": True, "list_of_lengths": False}, _summed, "summed
 
 #: Programs of one line.
 ONE_LINE: dict[str, Any] = {
-    "convolutions": lambda: outside(kit.convnet(), kit.images()),
     "instance_norm": lambda: outside(kit.convnet(lambda c: nn.InstanceNorm2d(c, affine=True)), kit.images()),
     "transformer_encoder_outside": lambda: outside(
         text_model(attention),
         kit.labelled(),
         id_collate,
         lambda model, batch: F.cross_entropy(model(batch["ids"], batch["mask"]), batch["labels"]),
-    ),
-    "transformer_encoder_inside": lambda: text_case(
-        lambda self, ids, mask, labels: F.cross_entropy(attention(self, ids, mask), labels)
-    ),
-    "tabular_regression_dropout": lambda: outside(
-        kit.mlp(12, 1, nn.LayerNorm(kit.WIDTH), nn.GELU(), nn.Dropout(0.2)),
-        kit.regression(),
-        loss=lambda m, b: F.mse_loss(m(b[0]).squeeze(1), b[1]),
     ),
 }
 register_all(ONE_LINE, lambda build: build())

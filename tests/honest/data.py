@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler, Sampler
 
 from . import kit
 from .custom import PACKED, names, outside, recurrent, with_lengths
-from .harness import BATCH, ROWS, Case, program, register, register_all
+from .harness import BATCH, ROWS, Case, program, register_all
 
 
 def classifier(rows: Any, collate: Any = kit.classify, **options: Any) -> Case:
@@ -23,18 +23,11 @@ def classifier(rows: Any, collate: Any = kit.classify, **options: Any) -> Case:
     return Case(kit.bert(), rows, collate, **options)
 
 
-#: MLM collators that mask at random: short texts, and few tokens.
-MASKING = {"usual": (0.15, 12), "short_texts": (0.15, 4), "rate_of_02": (0.02, 12), "rate_of_60": (0.6, 8)}
-
-
-def masking(rate: float, length: int, **options: Any) -> Case:
-    """Dynamic masking of BERT."""
-    rows = [{"input_ids": row["input_ids"]} for row in kit.id_rows(low=max(3, length - 4), high=length)]
-    collator = hf.DataCollatorForLanguageModeling(kit.tokenizer(), mlm=True, mlm_probability=rate, **options)
+@program()
+def mlm_rate_of_02() -> Case:
+    rows = [{"input_ids": row["input_ids"]} for row in kit.id_rows(low=8)]
+    collator = hf.DataCollatorForLanguageModeling(kit.tokenizer(), mlm=True, mlm_probability=0.02)
     return Case(kit.bert("MaskedLM"), rows, collator, exact=False)
-
-
-register_all(MASKING, lambda v: masking(*v), "mlm_")
 
 
 @program()
@@ -47,9 +40,6 @@ def mlm_whole_words() -> Case:
     return Case(kit.bert("MaskedLM"), rows, collator, exact=False)
 
 
-register("mlm_no_random_replacement", lambda: masking(0.2, 10, mask_replace_prob=1.0, random_replace_prob=0.0))
-
-
 @program()
 def counts_for_the_log() -> Case:
     """fairseq: the collator also returns ntokens and nsentences, which the model never sees."""
@@ -59,19 +49,6 @@ def counts_for_the_log() -> Case:
         return {"net_input": batch, "ntokens": int(batch["attention_mask"].sum()), "nsentences": len(rows)}
 
     return classifier(kit.labelled(), collate, loss=lambda m, b: m(**b["net_input"]).loss)
-
-
-@program()
-def ids_and_texts_beside() -> Case:
-    """Identifiers, texts and the longest length travel with the batch."""
-
-    def collate(rows: list[Any]) -> dict[str, Any]:
-        batch = kit.classify(rows)
-        longest = max(len(row["input_ids"]) for row in rows)
-        return {"inputs": batch, "ids": [row["id"] for row in rows], "longest": longest}
-
-    rows = [{**row, "id": f"document {n}"} for n, row in enumerate(kit.labelled())]
-    return classifier(rows, collate, loss=lambda m, b: m(**b["inputs"]).loss)
 
 
 @program("one-example", PACKED)
@@ -101,7 +78,6 @@ def sorted_rows_by_value() -> Case:
 
 @program("refused: same", "a record that is in the data twice would count as two units")
 def concatenated_with_itself() -> Case:
-    """ConcatDataset([d, d]), to lengthen an epoch."""
     rows = kit.labelled(12)
     return classifier(ConcatDataset([rows, rows]))
 
@@ -118,41 +94,6 @@ def hugging_face_transform() -> Case:
     table = Table.from_dict({"text": kit.texts(), "labels": [n % kit.CLASSES for n in range(ROWS)]})
     table.set_transform(transform)
     return classifier(table, hf.DataCollatorWithPadding(kit.tokenizer()), exact=False)
-
-
-@program()
-def tokenized_in_loop() -> Case:
-    """The collator returns texts; the loop tokenizes them."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        encoded = kit.tokenizer()(list(batch[0]), padding=True, return_tensors="pt")
-        return model(**encoded, labels=batch[1]).loss
-
-    return classifier([(text, n % kit.CLASSES) for n, text in enumerate(kit.texts())], None, loss=loss)
-
-
-@program()
-def mask_in_loop() -> Case:
-    """The loop makes the attention mask from the ids."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        ids = batch["input_ids"]
-        return model(input_ids=ids, attention_mask=(ids != 0).long(), labels=batch["labels"]).loss
-
-    return classifier(kit.labelled(), loss=loss)
-
-
-@program()
-def shifted_in_loop() -> Case:
-    """One tensor of tokens; the loop cuts inputs and targets out of it."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        ids = batch[0]
-        logits = model(ids[:, :-1]).logits
-        return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(1).mean()
-
-    rows = TensorDataset(torch.randint(5, 96, (ROWS, 10)))
-    return Case(kit.gpt2(), rows, None, loss, options=kit.MEAN)
 
 
 @program()
@@ -173,7 +114,6 @@ def padding_cut_in_loop() -> Case:
 
 @program()
 def batch_sampler() -> Case:
-    """batch_sampler=BatchSampler(RandomSampler(...))."""
     rows = kit.labelled()
     return classifier(rows, loader={"batch_sampler": BatchSampler(RandomSampler(rows), BATCH, False)})
 
@@ -194,20 +134,17 @@ class Buckets(Sampler):
 
 @program("uses or refused: batch_sampler", "batches by length are not the random batches that the guarantee needs")
 def bucket_batch_sampler() -> Case:
-    """A batch_sampler that groups like lengths."""
     rows = kit.labelled()
     return classifier(rows, loader={"batch_sampler": Buckets(rows)})
 
 
 @program("refused: Subset", "the sampler leaves rows out; replacing it would train on them")
 def subset_random_sampler() -> Case:
-    """SubsetRandomSampler as a split."""
     return classifier(kit.labelled(), loader={"sampler": SubsetRandomSampler(range(16))})
 
 
 @program("refused: sampler", "rows drawn by weight are not drawn at one rate")
 def weighted_sampler() -> Case:
-    """WeightedRandomSampler for imbalanced classes."""
     from torch.utils.data import WeightedRandomSampler
 
     return classifier(kit.labelled(), loader={"sampler": WeightedRandomSampler([1.0] * 8 + [2.0] * 16, ROWS)})
@@ -215,7 +152,6 @@ def weighted_sampler() -> Case:
 
 @program("refused: iterable", "a stream has no length to sample from")
 def iterable_dataset() -> Case:
-    """IterableDataset."""
     from torch.utils.data import IterableDataset
 
     class Stream(IterableDataset):
@@ -243,7 +179,6 @@ ONE_LINE: dict[str, Any] = {
     "sorted_rows": lambda: classifier(
         kit.labelled(), lambda rows: kit.classify(sorted(rows, key=lambda row: -len(row["input_ids"])))
     ),
-    "shuffled_rows": lambda: classifier(kit.labelled(), lambda rows: kit.classify(random.sample(rows, len(rows)))),
     "padded_without_mask": lambda: Case(
         kit.gpt2(),
         kit.id_rows(),
@@ -251,11 +186,6 @@ ONE_LINE: dict[str, Any] = {
     ),
     "one_very_long_record": lambda: Case(
         kit.llama(), [*kit.id_rows(ROWS - 1, high=8), *kit.id_rows(1, 48, 48)], kit.causal
-    ),
-    "one_token_records": lambda: Case(kit.gpt2(), [*kit.id_rows(4, 2, 2), *kit.id_rows(ROWS - 4)], kit.causal),
-    "repeated_records": lambda: classifier([kit.labelled()[n % 3] for n in range(ROWS)]),
-    "one_hot_in_loop": lambda: outside(
-        kit.mlp(), kit.numbers(), loss=lambda m, b: F.mse_loss(m(b[0]), F.one_hot(b[1], kit.CLASSES).to(b[0]))
     ),
     "drop_last": lambda: classifier(kit.labelled(), loader={"drop_last": True}),
     "workers": lambda: classifier(kit.labelled(), loader={"num_workers": 2, "persistent_workers": True}),

@@ -48,25 +48,18 @@ def by_rows(output: Any, batch: Any) -> torch.Tensor:
     return F.cross_entropy(output, batch[1], reduction="none")
 
 
-register_all(GENERATORS, lambda d: outside(kit.convnet(), Flipped(d), exact=False), "flip_", "_outside")
-register_all(
-    GENERATORS,
-    lambda d: Case(kit.Wrapped(inside, net=kit.convnet()), Flipped(d), None, kit.unpack, exact=False),
-    "flip_",
-    "_inside",
-)
-register_all(
-    GENERATORS,
-    lambda d: Case(kit.convnet(), Flipped(d), None, lambda m, b: m(b[0]), by_rows, exact=False),
-    "flip_",
-    "_criterion",
-)
+_OWN = GENERATORS["own"]
+FLIPS = {
+    "torch_outside": lambda: outside(kit.convnet(), Flipped(GENERATORS["torch"]), exact=False),
+    "own_outside": lambda: outside(kit.convnet(), Flipped(_OWN), exact=False),
+    "own_inside": lambda: Case(kit.Wrapped(inside, net=kit.convnet()), Flipped(_OWN), None, kit.unpack, exact=False),
+    "own_criterion": lambda: Case(kit.convnet(), Flipped(_OWN), None, lambda m, b: m(b[0]), by_rows, exact=False),
+}
+register_all(FLIPS, lambda build: build(), "flip_")
 
 
 @program()
 def noise_in_collator() -> Case:
-    """The collator adds noise to each row."""
-
     def collate(rows: list[Any]) -> list[torch.Tensor]:
         x, y = (torch.stack(column) for column in zip(*rows))
         return [x + 0.1 * torch.randn_like(x), y]
@@ -88,26 +81,10 @@ def noise_in_collator_from_its_own_generator() -> Case:
 
 @program()
 def noise_in_criterion() -> Case:
-    """A criterion that draws."""
-
     def criterion(output: Any, batch: Any) -> torch.Tensor:
         return (output + 0.1 * torch.randn_like(output) - batch[0]).square().mean(1)
 
     return Case(kit.mlp(12, 12), kit.numbers(), None, lambda m, b: m(b[0]), criterion, exact=False)
-
-
-@program()
-def masks_in_loop() -> Case:
-    """Masked language modelling whose masks the loop draws."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        ids = batch["input_ids"].clone()
-        hit = torch.bernoulli(torch.full(ids.shape, 0.15)).bool() & (ids > 4)
-        labels = ids.masked_fill(~hit, -100)
-        ids[hit] = 4
-        return model(input_ids=ids, attention_mask=batch["attention_mask"], labels=labels).loss
-
-    return Case(kit.bert("MaskedLM"), kit.id_rows(), kit.unlabelled, loss, exact=False)
 
 
 @program()
@@ -135,41 +112,17 @@ def denoise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return kept.sqrt() * x + (1 - kept).sqrt() * noise, t, noise
 
 
-def _unet(forward: Any = None) -> kit.Wrapped:
+def _unet() -> kit.Wrapped:
     def predict(self: Any, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return self.last(F.silu(self.first(x) + self.time(t)[:, :, None, None]))
 
     parts = {"time": nn.Embedding(20, 8), "first": nn.Conv2d(3, 8, 3, 1, 1), "last": nn.Conv2d(8, 3, 3, 1, 1)}
-    model = kit.Wrapped(forward or predict, **parts)
-    model.predict = predict
-    return model
-
-
-@program()
-def diffusion_in_loop() -> Case:
-    """DDPM: noise and timesteps drawn in the loop, mean squared error in the loop."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        noisy, t, noise = denoise(batch[0])
-        return F.mse_loss(model(noisy, t), noise)
-
-    return outside(_unet(), kit.images(8), loss=loss, exact=False)
-
-
-@program()
-def diffusion_inside() -> Case:
-    """The same inside the model."""
-
-    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        noisy, t, noise = denoise(x)
-        return F.mse_loss(self.predict(self, noisy, t), noise)
-
-    return Case(_unet(forward), kit.images(8), None, kit.unpack, exact=False)
+    return kit.Wrapped(predict, **parts)
 
 
 @program()
 def diffusion_criterion() -> Case:
-    """The same with a criterion, the noise travelling with the output."""
+    """DDPM: noise and timesteps drawn in the loop, and a criterion; the noise travels with the output."""
 
     def passed(model: Any, batch: Any) -> Any:
         noisy, t, noise = denoise(batch[0])
@@ -203,16 +156,10 @@ def _elbo(x: torch.Tensor, found: Any, reduction: str) -> torch.Tensor:
 #: What a forward pass may draw for its rows: a factor for each number of [rows, features].
 FORWARD = {
     "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.8)),
-    "rand_like": lambda x: (torch.rand_like(x) > 0.2).to(x),
-    "randint": lambda x: 1 + torch.randint(0, 2, (len(x), 1)).to(x),
     "normal": lambda x: torch.normal(1.0, 0.1, x.shape).to(x),
     "multinomial": lambda x: torch.zeros_like(x).scatter(1, torch.multinomial(torch.ones_like(x), 6), 1.0),
-    "uniform_in_place": lambda x: torch.empty_like(x).uniform_(0.5, 1.5),
     "numpy_rows": lambda x: torch.as_tensor(numpy.stack([numpy.random.rand(12) > 0.2 for _ in x])).to(x),  # noqa: NPY002
-    "numpy_once": lambda x: torch.as_tensor(numpy.random.rand(*x.shape)).to(x),  # noqa: NPY002
     "python_rows": lambda x: torch.tensor([[random.choice([0.8, 1.2])] for _ in x]).to(x),
-    "randperm_rows": lambda x: torch.stack([torch.randperm(12) for _ in x]).to(x) / 12,
-    "distribution": lambda x: torch.distributions.Beta(2.0, 2.0).sample((len(x), 1)).to(x),
     "one_number": lambda x: torch.rand(()).to(x),
 }
 
@@ -228,8 +175,6 @@ register_all(FORWARD, drawing, "forward_draws_")
 
 @program()
 def patch_dropout() -> Case:
-    """Each row keeps a random half of its patches."""
-
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         patches = self.patches(x).flatten(2).transpose(1, 2)
         kept = torch.rand(patches.shape[:2]).argsort(1)[:, :8]
@@ -258,7 +203,6 @@ register_all({kind: draw for kind, draw in GENERATORS.items() if kind != "own"},
 
 @program()
 def seeded_by_step() -> Case:
-    """The loop seeds torch before each step."""
     step = [0]
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
@@ -276,19 +220,6 @@ ONE_LINE: dict[str, Any] = {
         kit.numbers(),
         loss=lambda m, b: F.mse_loss(m(b[0] + 0.1 * torch.randn_like(b[0])), b[0]),
         exact=False,
-    ),
-    "noise_in_loop_inside": lambda: Case(
-        kit.Wrapped(inside, net=kit.mlp()),
-        kit.numbers(),
-        None,
-        lambda m, b: m(b[0] + 0.1 * torch.randn_like(b[0]), b[1]),
-        exact=False,
-    ),
-    "noise_in_loop_criterion": lambda: Case(
-        kit.mlp(), kit.numbers(), None, lambda m, b: m(b[0] + 0.1 * torch.randn_like(b[0])), by_rows, exact=False
-    ),
-    "dropout_in_loop": lambda: outside(
-        kit.mlp(), kit.numbers(), loss=lambda m, b: F.cross_entropy(m(F.dropout(b[0], 0.2)), b[1]), exact=False
     ),
     "variational_inside": lambda: Case(
         _vae(lambda self, x, y: _elbo(x, _latent(self, x), "mean")), kit.numbers(), None, kit.unpack, exact=False

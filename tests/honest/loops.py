@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .harness import BATCH, ROWS, Case, Run, plain_loss, program, register, register_all
-from .kit import MEAN, Wrapped, bert, causal, classify, crossentropy, gpt2, id_rows, labelled, mlp, numbers, regression
+from .kit import MEAN, Wrapped, bert, classify, crossentropy, labelled, mlp, numbers, regression
 
 EPOCHS = 2
 
@@ -71,13 +71,10 @@ HABITS: dict[str, dict[str, Any]] = {
     "plain": {"exact": True},
     "train_forgotten_after_evaluation": {"after_epoch": lambda m, o, epoch: (evaluate(m), m.eval())},
     "evaluation_within_epoch": {"after_step": lambda m, o, step: step % 2 or evaluate(m)},
-    "evaluation_without_eval": {"after_epoch": lambda m, o, epoch: evaluate(m, switch=False)},
     "evaluation_with_gradients": {"after_epoch": lambda m, o, epoch: evaluate(m, grad=True)},
     "saved_each_epoch": {"after_epoch": save},
     "clipped_by_hand": {"after_backward": lambda m, o, step: float(nn.utils.clip_grad_norm_(m.parameters(), 1.0))},
     "gradient_norm_logged_before_step": {"after_backward": lambda m, o, step: norms(m)},
-    "gradient_norm_logged_after_step": {"after_step": lambda m, o, step: norms(m)},
-    "rate_set_by_hand": {"after_epoch": lambda m, o, epoch: [group.update(lr=1e-4) for group in o.param_groups]},
     "hook_hung_later": {"after_step": lambda m, o, step: m.classifier.register_forward_hook(lambda *args: None)},
 }
 register_all(HABITS, lambda options: habit(**options))
@@ -187,8 +184,6 @@ register("early_stopping", lambda: _short(1, 100))
 
 @program("uses or refused: ahead", "a batch is taken before the backward pass of the one before it")
 def prefetching() -> Case:
-    """The next batch is taken before the step of this one."""
-
     def ahead(loader: Any) -> Iterator[Any]:
         iterator = iter(loader)
         coming = next(iterator, None)
@@ -228,9 +223,8 @@ def _guarded(check: Any, outside: bool) -> Case:
     return Case(mlp(outputs=1), regression(), None, options=MEAN, loop=loop) if outside else looped(loop)
 
 
-GUARDS = {"exit": leave, "isfinite": lambda loss: not torch.isfinite(loss), "isnan": torch.isnan}
-register_all(GUARDS, lambda check: _guarded(check, False), "guard_", "_inside")
-register_all(GUARDS, lambda check: _guarded(check, True), "guard_", "_outside")
+register("guard_isfinite_inside", lambda: _guarded(lambda loss: not torch.isfinite(loss), False))
+register("guard_exit_outside", lambda: _guarded(leave, True))
 
 
 @program()
@@ -242,32 +236,6 @@ def eval_mode_is_kept() -> Case:
         return model(**batch).loss
 
     return habit(bert().eval(), loss=loss)
-
-
-@program()
-def partly_eval_is_kept() -> Case:
-    """The body in eval mode, the head in training mode."""
-    model = bert()
-    model.bert.eval()
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        assert model.training
-        assert not model.bert.training, "the body was put into training mode"
-        return model(**batch).loss
-
-    return habit(model, loss=loss)
-
-
-@program()
-def sampling_between_steps() -> Case:
-    """Text is generated after each step."""
-
-    def generate(model: Any, optimizer: Any, step: int) -> None:
-        model.eval()
-        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=True, pad_token_id=0)
-        model.train()
-
-    return Case(gpt2(), id_rows(), causal, after_step=generate)
 
 
 def _best(epochs: int) -> Case:
@@ -289,7 +257,6 @@ register("best_weights_in_the_middle", lambda: _best(3), "uses or refused: load_
 
 @program()
 def averaged_model() -> Case:
-    """EMA by torch's AveragedModel, evaluated apart."""
     model = bert()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     update, look = lambda m, o, step: average.update_parameters(m), lambda m, o, epoch: evaluate(average.module)
@@ -339,22 +306,13 @@ def scheduled(make: Any, each: str) -> Case:
     return habit(optimizer=optimizer, late=True, **{each: advance})
 
 
-SCHEDULES = {
-    "one_cycle": lambda o: schedules.OneCycleLR(o, 1e-3, total_steps=6),
-    "cosine": lambda o: schedules.CosineAnnealingLR(o, 6),
-    "warmup": lambda o: schedules.LambdaLR(o, lambda step: min(1.0, (step + 1) / 3)),
-    "sequential": lambda o: schedules.SequentialLR(o, [schedules.ConstantLR(o), schedules.ExponentialLR(o, 0.9)], [2]),
-}
-register_all(SCHEDULES, lambda make: scheduled(make, "after_step"), "schedule_")
-register("schedule_by_epoch", lambda: scheduled(lambda o: schedules.StepLR(o, 1, 0.5), "after_epoch"))
+register("schedule_one_cycle", lambda: scheduled(lambda o: schedules.OneCycleLR(o, 1e-3, total_steps=6), "after_step"))
 _FIGURE = "a loss of private data would choose the rate without noise"
 register("plateau", lambda: scheduled(schedules.ReduceLROnPlateau, "after_epoch"), "refused: plateau", _FIGURE)
 
 OPTIMIZERS = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "groups": lambda p: torch.optim.AdamW([{"params": [q], "lr": 1e-3 / (q.dim() + 1)} for q in p]),
     "adafactor": lambda p: hf.optimization.Adafactor(p, relative_step=True, warmup_init=True, lr=None),
 }
 register_all(OPTIMIZERS, lambda make: habit(optimizer=lambda m: make(m.parameters()), epochs=1), "optimizer_")
@@ -372,7 +330,6 @@ class Signed(torch.optim.SGD):
 
 @program()
 def optimizer_by_signs() -> Case:
-    """An optimizer of one's own."""
     own = lambda m: Signed(m.parameters(), lr=1e-3)  # noqa: E731
     return Case(mlp(), numbers(), None, crossentropy, optimizer=own, options=MEAN, exact=False)
 
@@ -468,7 +425,6 @@ register("discriminator_twice", lambda: _adversarial(False))
 
 @program("refused: optimizer", "parameters that no private optimizer steps would be trained without noise")
 def two_optimizers() -> Case:
-    """One optimizer for the body and one for the head."""
     model = bert()
     head = torch.optim.SGD(model.classifier.parameters(), lr=0.01)
     body = lambda m: torch.optim.AdamW(m.bert.parameters(), lr=1e-3)  # noqa: E731
@@ -477,8 +433,6 @@ def two_optimizers() -> Case:
 
 @program("uses or refused: accumul", "one backward pass and one step belong to each batch")
 def accumulated_by_hand() -> Case:
-    """Two backward passes a step."""
-
     def loop(run: Run) -> None:
         model, optimizer, loader = run.start()
         for step, batch in enumerate(loader):
@@ -492,8 +446,6 @@ def accumulated_by_hand() -> Case:
 
 @program("uses or refused: forward", "the loop calls parts of the model instead of the model")
 def head_called_by_the_loop() -> Case:
-    """The loop calls body and head one after the other."""
-
     def loss(model: Any, batch: Any) -> torch.Tensor:
         hidden = model.bert(batch["input_ids"], batch["attention_mask"]).last_hidden_state[:, 0]
         return F.cross_entropy(model.classifier(model.dropout(hidden)), batch["labels"])

@@ -40,40 +40,21 @@ def one_hot(labels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 #: Losses of (logits, labels).
 CLASSIFYING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "label_smoothing": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
-    "negative_log_likelihood": lambda z, y: F.nll_loss(z.log_softmax(-1), y),
     "focal": focal,
-    "multi_margin": lambda z, y: F.multi_margin_loss(z, y),
     "binary_with_positive_weight": lambda z, y: F.binary_cross_entropy_with_logits(
         z, one_hot(y, z), pos_weight=torch.tensor(WEIGHTS).to(z)
     ),
-    "binary_of_sigmoid": lambda z, y: F.binary_cross_entropy(z.sigmoid(), one_hot(y, z)),
-    "kl_div_alone": lambda z, y: divergence(z, 3 * one_hot(y, z)),
-    "smooth_l1": lambda z, y: F.smooth_l1_loss(z, one_hot(y, z)),
     "huber_plus_mse": lambda z, y: F.huber_loss(z, one_hot(y, z)) + 0.5 * F.mse_loss(z.sigmoid(), one_hot(y, z)),
     "cosine_embedding": lambda z, y: F.cosine_embedding_loss(z, one_hot(y, z), torch.ones(len(z))),
     "entropy_bonus": lambda z, y: F.cross_entropy(z, y) - 0.1 * entropy(z),
-    "kl_to_uniform": lambda z, y: F.cross_entropy(z, y) + 0.5 * divergence(z, torch.zeros_like(z)),
     "activation_penalty": lambda z, y: F.cross_entropy(z, y) + 0.01 * z.pow(2).mean(),
-    "none_then_mean": lambda z, y: F.cross_entropy(z, y, reduction="none").mean(),
     "none_then_sum_over_rows": lambda z, y: F.cross_entropy(z, y, reduction="none").sum() / len(z),
-    "mean_absolute_error_by_hand": lambda z, y: (z.sigmoid() - one_hot(y, z)).abs().mean(),
-    "squared_error_by_hand": lambda z, y: ((z - one_hot(y, z)) ** 2).mean(),
-    "log_cosh_by_hand": lambda z, y: torch.log(torch.cosh(z - one_hot(y, z))).mean(),
-    "generalised_cross_entropy": lambda z, y: ((1 - z.softmax(-1).gather(1, y[:, None]) ** 0.7) / 0.7).mean(),
     "dice_by_row": lambda z, y: (
         1 - 2 * (z.sigmoid() * one_hot(y, z)).sum(1) / (z.sigmoid() + one_hot(y, z)).sum(1)
     ).mean(),
-    "logsigmoid_reward": lambda z, y: -F.logsigmoid(z[:, 0] - z[:, 1]).mean(),
 }
 register_all(
     CLASSIFYING, lambda f: text_case(lambda m, ids, mask, labels: f(attention(m, ids, mask), labels)), suffix="_inside"
-)
-OUTSIDE = ("label_smoothing", "focal", "binary_of_sigmoid", "entropy_bonus", "kl_div_alone", "logsigmoid_reward")
-register_all(
-    {name: CLASSIFYING[name] for name in OUTSIDE},
-    lambda f: outside(kit.mlp(), kit.numbers(), loss=lambda m, b: f(m(b[0]), b[1])),
-    suffix="_outside",
 )
 
 
@@ -92,45 +73,13 @@ def class_weights_criterion() -> Case:
 
 @program("refused: weight", "torch divides by the weights of the whole batch")
 def class_weights_mean_outside() -> Case:
-    """CrossEntropyLoss(weight=...) in the loop."""
     loss = lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=torch.tensor(WEIGHTS))  # noqa: E731
     return outside(kit.mlp(), kit.numbers(), loss=loss)
 
 
 @program()
-def row_weights_inside() -> Case:
-    """Weights of rows from the batch times losses of rows."""
-
-    def forward(self: Any, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (weight * F.cross_entropy(self.net(x), y, reduction="none")).mean()
-
-    x, y = kit.numbers().tensors
-    return Case(
-        kit.Wrapped(forward, net=kit.mlp()), TensorDataset(x, torch.linspace(0.5, 2, ROWS), y), None, kit.unpack
-    )
-
-
-@program()
-def token_means_criterion() -> Case:
-    """Mean over each row's own tokens, as a criterion."""
-
-    def criterion(output: Any, batch: Any) -> torch.Tensor:
-        labels = batch["labels"][:, 1:]
-        losses = F.cross_entropy(output.logits[:, :-1].transpose(1, 2), labels, reduction="none")
-        return losses.sum(1) / (labels != -100).sum(1).clamp(min=1)
-
-    return Case(
-        kit.gpt2(),
-        kit.id_rows(),
-        kit.causal,
-        lambda m, b: m(b["input_ids"], attention_mask=b["attention_mask"]),
-        criterion,
-    )
-
-
-@program()
 def token_means_outside() -> Case:
-    """The same, its mean computed in the loop."""
+    """Mean over each row's own tokens, computed in the loop."""
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         logits, labels = model(batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
@@ -142,8 +91,6 @@ def token_means_outside() -> Case:
 
 @program()
 def two_heads() -> Case:
-    """Classification and regression from one body."""
-
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(self.body(x))
         value = self.value(hidden).squeeze(-1)
@@ -175,14 +122,11 @@ class TwoHeads(nn.Module):
 
 @program()
 def two_heads_outside() -> Case:
-    """The loop adds up the losses of two heads."""
     return outside(TwoHeads(), kit.numbers(), loss=lambda m, b: sum(TwoHeads.both(m(*b), b[1])))
 
 
 @program("refused: add its losses up", "one backward pass belongs to each batch")
 def two_backward_passes() -> Case:
-    """A backward pass for the loss of each head."""
-
     def loss(model: Any, batch: Any) -> torch.Tensor:
         first, second = TwoHeads.both(model(*batch), batch[1])
         first.backward(retain_graph=True)
@@ -212,8 +156,6 @@ def learned_loss_weights() -> Case:
 
 @program()
 def intermediate_losses() -> Case:
-    """Deep supervision: the mean of losses of two layers."""
-
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         first = torch.relu(self.first(x))
         second = torch.relu(self.second(first))
@@ -229,8 +171,6 @@ def intermediate_losses() -> Case:
 
 @program("one-example", "the mean losses of a batch would choose the layer for all of its rows")
 def larger_of_two_losses() -> Case:
-    """The larger of the losses of two heads."""
-
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.stack([F.cross_entropy(self.one(x), y), F.cross_entropy(self.two(x), y)]).max()
 
@@ -304,7 +244,6 @@ def losses_by_name() -> Case:
 
 @program("refused: term", "the other rows of a batch are each row's negatives")
 def contrast_beside_model_loss() -> Case:
-    """SimCSE beside the model's own loss."""
     term = lambda found, b: F.cross_entropy(found.logits @ found.logits.T, torch.arange(len(b["labels"])))  # noqa: E731
     return _beside(term)
 
@@ -356,8 +295,6 @@ def teach(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) ->
 
 @program()
 def distillation_teacher_inside() -> Case:
-    """A frozen teacher is part of the module."""
-
     def forward(self: Any, labels: torch.Tensor, **batch: Any) -> torch.Tensor:
         with torch.no_grad():
             wanted = self.teacher(**batch).logits
@@ -394,8 +331,6 @@ def reward_pairs_in_loop() -> Case:
 
 @program()
 def ctc_varying_lengths() -> Case:
-    """CTC with lengths of each row."""
-
     def forward(
         self: Any, x: torch.Tensor, y: torch.Tensor, frames: torch.Tensor, letters: torch.Tensor
     ) -> torch.Tensor:
@@ -407,18 +342,18 @@ def ctc_varying_lengths() -> Case:
     return Case(kit.Wrapped(forward, net=kit.mlp(12, 5)), rows, None, kit.unpack)
 
 
-def _vector_quantised(commitment_first: bool) -> Case:
+@program()
+def vector_quantised_code_first() -> Case:
+    """VQ-VAE: codes and their commitment, straight through."""
+
     def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         z = self.encoder(x)
         code = self.codes(torch.cdist(z, self.codes.weight).argmin(-1))
-        commitment = F.mse_loss(z, code.detach()) if commitment_first else F.mse_loss(code.detach(), z)
+        commitment = F.mse_loss(code.detach(), z)
         return F.mse_loss(self.decoder(z + (code - z).detach()), x) + F.mse_loss(code, z.detach()) + 0.25 * commitment
 
     parts = {"encoder": nn.Linear(12, 4), "decoder": nn.Linear(4, 12), "codes": nn.Embedding(8, 4)}
     return Case(kit.Wrapped(forward, **parts), kit.numbers(), None, kit.unpack)
-
-
-register_all({"code_first": False, "input_first": True}, _vector_quantised, "vector_quantised_")
 
 
 def _inside(loss: Any) -> Case:
@@ -466,7 +401,6 @@ register(
 
 @program()
 def squeezed_outputs_outside() -> Case:
-    """squeeze() in forward, without an axis."""
     model = kit.Wrapped(lambda self, x: self.net(x[:, None]).squeeze(), net=kit.mlp(12, 1))
     return outside(model, kit.regression(), loss=lambda m, b: F.mse_loss(m(b[0]), b[1]))
 
@@ -543,8 +477,9 @@ def features_of_a_hook() -> Case:
 
 #: Programs of one line.
 ONE_LINE: dict[str, Any] = {
-    "scaled_loss": lambda: Case(kit.bert(), kit.labelled(), kit.classify, lambda m, b: 0.5 * m(**b).loss, exact=False),
-    "triplet": lambda: embedder(lambda self, a, p, n: F.triplet_margin_loss(*(encode(self, x) for x in (a, p, n)))),
+    "kl_div_alone_outside": lambda: outside(
+        kit.mlp(), kit.numbers(), loss=lambda m, b: (lambda z: divergence(z, 3 * one_hot(b[1], z)))(m(b[0]))
+    ),
     "autoencoder_bce_outside": lambda: outside(
         nn.Sequential(kit.mlp(12, 12), nn.Sigmoid()),
         kit.numbers(),

@@ -21,7 +21,6 @@ def build(prefix: str, head: str, base: dict[str, Any] = kit.SMALL, **options: A
     return getattr(hf, f"{prefix}{head}")(getattr(hf, f"{prefix}Config")(**settings))
 
 
-_NO_KV = {"num_key_value_heads": None}
 _LABELS = {"num_labels": kit.CLASSES, "num_key_value_heads": None}
 _DEBERTA = {**_LABELS, "relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"]}
 _HEAD_DIM = {"head_dim": 8}
@@ -29,33 +28,19 @@ _HEAD_DIM = {"head_dim": 8}
 #: Causal models, rows of varying length padded on the right.
 CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", _HEAD_DIM),
     "gemma2": ("Gemma2", _HEAD_DIM),
     "phi3": ("Phi3", {}),
-    "olmo2": ("Olmo2", {}),
-    "smollm3": ("SmolLM3", {}),
-    "opt": ("OPT", {"ffn_dim": 24, "word_embed_proj_dim": kit.WIDTH}),
-    "gpt_neox": ("GPTNeoX", {}),
-    "gptj": ("GPTJ", {**kit.GPT, "rotary_dim": 4}),
-    "bloom": ("Bloom", {"n_layer": 2, "n_head": 2}),
-    "falcon": ("Falcon", {}),
     "mamba": ("Mamba", {"state_size": 4}),
 }
 register_all(CAUSAL, lambda v: Case(build(v[0], "ForCausalLM", **v[1]), kit.id_rows(), kit.causal), "causal_")
 
 #: Sequence classifiers, rows of varying length padded on the right.
 CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "roberta": ("Roberta", _LABELS),
-    "distilbert": ("DistilBert", {**_LABELS, "dim": kit.WIDTH, "hidden_dim": 24, "n_heads": 2, "n_layers": 2}),
-    "electra": ("Electra", {**_LABELS, "embedding_size": kit.WIDTH}),
     "albert": ("Albert", {**_LABELS, "embedding_size": 8}),
     "modernbert": ("ModernBert", {**_LABELS, "cls_token_id": 2, "sep_token_id": 3, "local_attention": 4}),
-    "mpnet": ("MPNet", _LABELS),
     "deberta": ("DebertaV2", _DEBERTA),
     "deberta_single_label": ("DebertaV2", {**_DEBERTA, "problem_type": "single_label_classification"}),
     "gpt2": ("GPT2", {**_LABELS, **kit.GPT}),
-    "llama": ("Llama", {"num_labels": kit.CLASSES}),
 }
 register_all(
     CLASSIFIERS,
@@ -66,8 +51,6 @@ register_all(
 
 @program()
 def classify_xlnet() -> Case:
-    """XLNet, padded on the left as its tokenizer does."""
-
     def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
         return {**kit.causal(rows, left=True), "labels": torch.tensor([row["labels"] for row in rows])}
 
@@ -77,10 +60,6 @@ def classify_xlnet() -> Case:
 
 #: Encoder-decoder models.
 PAIRS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "bart": ("Bart", "ForConditionalGeneration", kit.PAIR),
-    "mbart": ("MBart", "ForConditionalGeneration", kit.PAIR),
-    "pegasus": ("Pegasus", "ForConditionalGeneration", kit.PAIR),
-    "marian": ("Marian", "MTModel", kit.PAIR),
     "m2m100": ("M2M100", "ForConditionalGeneration", kit.PAIR),
     "mt5": (
         "MT5",
@@ -94,11 +73,6 @@ register_all(PAIRS, lambda v: Case(build(*v), kit.pair_rows(), kit.translate), "
 #: Image classifiers without batch statistics.
 _STAGES = {"num_attention_heads": None, "num_hidden_layers": None, "hidden_size": None}
 VISION: dict[str, tuple[str, dict[str, Any]]] = {
-    "vit": ("ViT", {}),
-    "deit": ("DeiT", {}),
-    "beit": ("Beit", {}),
-    "dinov2": ("Dinov2", {}),
-    "swin": ("Swin", {**_STAGES, "depths": [1, 1], "num_heads": [2, 2], "embed_dim": 8, "window_size": 2}),
     "swinv2": ("Swinv2", {**_STAGES, "depths": [1, 1], "num_heads": [2, 2], "embed_dim": 8, "window_size": 2}),
     "convnext": ("ConvNext", {**_STAGES, "patch_size": 2, "hidden_sizes": [8, 8, 8, 16], "depths": [1] * 4}),
 }
@@ -139,26 +113,9 @@ def masked_labels_no_mask(model: Any, batch: Any) -> torch.Tensor:
 
 
 MODELS = {"gpt2": kit.gpt2, "llama": kit.llama}
-register_all(MODELS, lambda v: Case(v(), kit.id_rows(), kit.unlabelled, masked_labels), "labels_in_loop_")
 register_all(
     MODELS, lambda v: Case(v(), kit.id_rows(), kit.unlabelled, masked_labels_no_mask), "labels_in_loop_no_mask_"
 )
-
-
-@program()
-def labels_in_loop_prompt_masked() -> Case:
-    """The loop hides each prompt's tokens by its length."""
-
-    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
-        return {**kit.unlabelled(rows), "prompt": torch.tensor([len(row["input_ids"]) // 2 for row in rows])}
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        prompt = batch.pop("prompt")
-        positions = torch.arange(batch["input_ids"].shape[1])
-        hidden = (batch["attention_mask"] == 0) | (positions[None] < prompt[:, None])
-        return model(**batch, labels=batch["input_ids"].masked_fill(hidden, -100)).loss
-
-    return Case(kit.gpt2(), kit.id_rows(), collate, loss)
 
 
 @program()
@@ -176,19 +133,8 @@ def labels_in_loop_t5() -> Case:
     return Case(kit.t5(), kit.pair_rows(), collate, loss)
 
 
-@program()
-def token_classification() -> Case:
-    """run_ner: labels padded by -100."""
-    draw = random.Random(0)
-    rows = [
-        {**row, "labels": [-100, *(draw.randrange(kit.CLASSES) for _ in row["input_ids"][1:])]} for row in kit.id_rows()
-    ]
-    return Case(kit.bert("TokenClassification"), rows, kit.translate)
-
-
 @program("one-example or refused: pad", "scores of padding enter the softmax over positions")
 def question_answering_dynamic_padding() -> Case:
-    """run_qa with DataCollatorWithPadding."""
     return Case(kit.bert("QuestionAnswering", num_labels=2), kit.labelled(), answers)
 
 
@@ -213,27 +159,9 @@ def loss_key(model: Any, batch: Any) -> torch.Tensor:
     return model(**batch)["loss"]
 
 
-_BODIES = {
-    "bert": lambda: kit.bert(None),
-    "llama": lambda: build("Llama", "Model"),
-    "modernbert": lambda: build("ModernBert", "Model", cls_token_id=2, sep_token_id=3, **_NO_KV),
-    "gpt2": lambda: kit.gpt2("GPT2Model"),
-}
-register_all(_BODIES, lambda v: Case(heads(v()), kit.labelled(), kit.classify, loss_key), "hidden_states_")
-
-
 @program()
-def hidden_states_layer_mixture() -> Case:
-    """ELMo's learned mixture of all layers, config.output_hidden_states=True."""
-
-    def forward(self: Any, input_ids: Any, attention_mask: Any, labels: Any) -> dict[str, torch.Tensor]:
-        layers = torch.stack(self.body(input_ids, attention_mask=attention_mask).hidden_states)
-        mixed = (self.mix.softmax(0)[:, None, None, None] * layers).sum(0)
-        return {"loss": F.cross_entropy(self.head(mixed[:, 0]), labels)}
-
-    body = kit.bert(None, output_hidden_states=True)
-    model = kit.Wrapped(forward, body=body, head=nn.Linear(kit.WIDTH, kit.CLASSES), mix=nn.Parameter(torch.zeros(3)))
-    return Case(model, kit.labelled(), kit.classify, loss_key)
+def hidden_states_bert() -> Case:
+    return Case(heads(kit.bert(None)), kit.labelled(), kit.classify, loss_key)
 
 
 @program()
@@ -280,19 +208,7 @@ def qwen2_vl() -> Case:
 
 
 @program()
-def reloaded() -> Case:
-    """save_pretrained, then from_pretrained, then training."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        kit.gpt2().save_pretrained(folder)
-        model = hf.GPT2LMHeadModel.from_pretrained(folder)
-    return Case(model, kit.id_rows(), kit.causal)
-
-
-@program()
 def checkpointing() -> Case:
-    """gradient_checkpointing_enable()."""
     model = kit.llama()
     model.gradient_checkpointing_enable()
     return Case(model, kit.id_rows(), kit.causal)
@@ -300,7 +216,6 @@ def checkpointing() -> Case:
 
 @program()
 def checkpointing_reentrant() -> Case:
-    """Gradient checkpointing of the older kind."""
     model = kit.bert()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
@@ -308,20 +223,7 @@ def checkpointing_reentrant() -> Case:
 
 
 @program()
-def autocast_bfloat16() -> Case:
-    """Forward pass under autocast."""
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return model(**batch).loss
-
-    return Case(kit.bert(), kit.labelled(), kit.classify, loss, exact=False)
-
-
-@program()
 def autocast_bfloat16_outside() -> Case:
-    """Forward pass and the loop's loss under autocast."""
-
     def loss(model: Any, batch: Any) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return F.cross_entropy(model(batch[0]), batch[1])
@@ -358,24 +260,8 @@ def speech(head: str, label: Any, **options: Any) -> Case:
     return Case(getattr(hf, f"Wav2Vec2{head}")(config), rows, collate, exact=False)
 
 
-@program()
-def whisper() -> Case:
-    """Whisper: log-mel features, and labels padded by -100."""
-    sizes = {**kit.PAIR, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 16}
-    tokens = {"begin_suppress_tokens": None, "suppress_tokens": None, "decoder_start_token_id": 2}
-    model = hf.WhisperForConditionalGeneration(hf.WhisperConfig(**{**sizes, **tokens}))
-    rows = [{"features": torch.randn(8, 24), "labels": row["input_ids"]} for row in kit.id_rows(high=8)]
-
-    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
-        features = torch.stack([row["features"] for row in rows])
-        return {"input_features": features, "labels": kit.padded([row["labels"] for row in rows], -100)}
-
-    return Case(model, rows, collate)
-
-
 @program("one-example", "the loss divides by a count of patches over the batch")
 def image_autoencoder_mae() -> Case:
-    """run_mae: ViT-MAE hides patches at random by row."""
     decoder = {f"decoder_{k}": v for k, v in _VISION.items()}
     config = hf.ViTMAEConfig(**_VISION, **decoder, image_size=16, patch_size=4)
     rows = [{"pixel_values": x} for x, _ in kit.images()]
@@ -383,20 +269,12 @@ def image_autoencoder_mae() -> Case:
 
 
 @program()
-def mixture_of_experts() -> Case:
-    """Mixtral, fine-tuned as a whole."""
-    return _mixture("Mixtral", num_local_experts=4)
-
-
-@program()
 def mixture_of_many_experts() -> Case:
-    """Qwen3-MoE, fine-tuned as a whole."""
     return _mixture("Qwen3Moe", num_experts=8, moe_intermediate_size=8, **_HEAD_DIM)
 
 
 @program()
 def mixture_of_experts_with_biases() -> Case:
-    """GPT-OSS, fine-tuned as a whole."""
     return _mixture("GptOss", num_local_experts=4, **_HEAD_DIM)
 
 
@@ -424,35 +302,12 @@ def packing(rows: list[Any]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([value]) for name, value in flat.items()}
 
 
-@program()
-def packed_flattening_collator() -> Case:
-    """DataCollatorWithFlattening with a map beside it."""
-
-    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
-        batch = hf.DataCollatorWithFlattening()([{"input_ids": row["input_ids"]} for row in rows])
-        return {**batch, "units": packing(rows)["units"]}
-
-    return Case(kit.llama(use_cache=False), kit.id_rows(), collate, options={"unit_map": "units"})
-
-
 #: Programs of one line.
 ONE_LINE: dict[str, Any] = {
-    "clm_blocks": lambda: Case(
-        kit.gpt2(),
-        [{**row, "labels": list(row["input_ids"])} for row in kit.id_rows(low=16, high=16)],
-        hf.default_data_collator,
-    ),
+    "labels_in_loop_llama": lambda: Case(kit.llama(), kit.id_rows(), kit.unlabelled, masked_labels),
     "clm_left_padding_relative_positions": lambda: Case(kit.llama(), kit.id_rows(), left_padded),
     "clm_left_padding_position_ids": lambda: Case(kit.gpt2(), kit.id_rows(), left_with_positions),
     "labels_in_loop_masked_model": lambda: Case(kit.bert("MaskedLM"), kit.id_rows(), kit.unlabelled, masked_labels),
-    "glue_pairs": lambda: Case(
-        kit.bert(num_labels=2),
-        [
-            {**kit.tokenizer()(a, b), "labels": i % 2}
-            for i, (a, b) in enumerate(zip(kit.texts(high=6), kit.texts(high=6, seed=1)))
-        ],
-        hf.DataCollatorWithPadding(kit.tokenizer()),
-    ),
     "glue_regression": lambda: Case(
         kit.bert(num_labels=1), [{**row, "labels": float(row["labels"])} for row in kit.labelled()], kit.classify
     ),
@@ -466,7 +321,6 @@ ONE_LINE: dict[str, Any] = {
         [{**row, "labels": number % 6} for number, row in enumerate(kit.id_rows(low=10, high=10))],
         answers,
     ),
-    "eval_mode": lambda: Case(kit.bert().eval(), kit.labelled(), kit.classify),
     "bfloat16_model": lambda: Case(kit.llama().to(torch.bfloat16), kit.id_rows(), kit.causal, exact=False),
     "wav2vec2_spec_augment": lambda: speech(
         "ForCTC", lambda n: [random.Random(n).randrange(1, 31) for _ in range(4)], mask_time_length=2

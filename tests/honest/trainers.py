@@ -58,18 +58,10 @@ def trainer(settings: dict[str, Any] | None = None, model: Any = None, rows: Any
 EVALUATION = {"eval_strategy": "epoch"}
 #: Arguments of a Trainer.
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "two_epochs_schedule": {"num_train_epochs": 2, "lr_scheduler_type": "cosine", "warmup_steps": 1},
-    "label_smoothing": {"label_smoothing_factor": 0.1},
     "weight_decay": {"weight_decay": 0.01, "max_grad_norm": 1.0},
     "max_steps": {"max_steps": 4},
     "bfloat16_checkpointing": {"bf16": True, "gradient_checkpointing": True},
     "drop_last": {"dataloader_drop_last": True},
-    "workers": {"dataloader_num_workers": 2},
-    "sgd": {"optim": "sgd"},
-    "adafactor": {"optim": "adafactor"},
-    "logging": {"logging_steps": 1, "logging_first_step": True},
-    "empty_labels_kept": {"remove_unused_columns": False},
 }
 register_all(ARGUMENTS, trainer, "trainer_")
 
@@ -123,14 +115,14 @@ class Weighing(hf.Trainer):
         return (loss, output) if return_outputs else loss
 
 
-def _criterion(model: Any = None, **given: Any) -> Case:
+def _criterion() -> Case:
     def loop(run: Run) -> None:
         options = {"privacy": {"criterion": weighted}} if run.is_private else {}
         module = type("Module", (), {"Trainer": Weighing})
         rows = {"model": run.case.model, "train_dataset": kit.labelled(), "data_collator": kit.classify}
-        train(run, ("DPTrainer", "Trainer"), module, hf.TrainingArguments, {}, **rows, **given, **options)
+        train(run, ("DPTrainer", "Trainer"), module, hf.TrainingArguments, {}, **rows, **options)
 
-    return Case(model or kit.bert(), None, loop=loop)
+    return Case(kit.bert(), None, loop=loop)
 
 
 def _labels_kept(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
@@ -202,13 +194,11 @@ register(
 
 @program()
 def trainer_compute_loss_func() -> Case:
-    """compute_loss_func, of outputs and labels."""
     return trainer(compute_loss_func=lambda output, labels, **_: weighted(output, {"labels": labels}).mean())
 
 
 @program()
 def trainer_seq2seq_generation() -> Case:
-    """Seq2SeqTrainer with predict_with_generate."""
     settings = {"predict_with_generate": True, "generation_max_length": 6, **EVALUATION}
     given = {"train_dataset": kit.pair_rows(), "eval_dataset": kit.pair_rows(4), "data_collator": kit.translate}
     given["processing_class"] = kit.tokenizer()
@@ -262,9 +252,7 @@ def _messages() -> dict[str, list[Any]]:
 
 #: Data and settings of supervised fine-tuning.
 SFT: dict[str, tuple[Callable[[], dict[str, list[Any]]], dict[str, Any]]] = {
-    "texts": (lambda: {"text": kit.texts()}, {}),
     "completions": (_pairs, {"completion_only_loss": True}),
-    "messages": (_messages, {}),
     "messages_assistant_only": (_messages, {"assistant_only_loss": True}),
     "packed": (lambda: {"text": kit.texts()}, {"packing": True, "max_length": 16}),
 }
@@ -317,7 +305,6 @@ def lightning(wrapped: bool, manual: bool = False, outside: bool = False) -> Cas
 
 @program("uses or refused: Batches", "Lightning takes a loader's length for a number of batches")
 def lightning_loader() -> Case:
-    """The private loader itself is given to fit."""
     return lightning(False)
 
 
@@ -362,12 +349,8 @@ ONE_LINE: dict[str, Any] = {
     "trainer_label_smoothing_of_tokens": lambda: trainer(
         {"label_smoothing_factor": 0.1}, kit.gpt2(), kit.id_rows(), data_collator=kit.causal
     ),
-    "trainer_criterion_without_dropout": lambda: _criterion(
-        kit.bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    ),
     "sft_lora": lambda: with_trl("SFT", {"text": kit.texts()}, peft_config=lora()),
     "dpo_lora": lambda: with_trl("DPO", _preferences(), peft_config=lora()),
-    "lightning_batches": lambda: lightning(True),
     "lightning_manual": lambda: lightning(True, manual=True),
     "lightning_outside": lambda: lightning(True, outside=True),
 }

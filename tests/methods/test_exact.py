@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from fastdp.methods.exact import lipschitz, log_normalisers
+from fastdp.methods.exact import log_normalisers
 from fastdp.methods.selective import TokenMechanism
-from tests.cases import cases, pairs
 
 tables = st.builds(
     lambda seed, rows, width, spread: (
@@ -32,7 +31,7 @@ def worst(mechanism, strength):
 
 
 @given(tables, st.floats(0.05, 60), st.floats(0.05, 1.0), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80)
 def test_no_pair_of_tokens_costs_more_than_is_stated(table, strength, radius, some_are_never_drawn):
     candidates = torch.ones(len(table), dtype=torch.bool)
     candidates[0] = not some_are_never_drawn
@@ -65,19 +64,6 @@ def test_the_bound_is_tight_where_all_tokens_are_alike():
     assert mechanism.strength(4.0) == pytest.approx(4.0 * (1 + 15 / 16))
 
 
-@cases(*pairs(("radius", [0.5, 1.5, 4.0]), ("strength", [0.5, 3.0])))
-def test_the_cost_is_half_the_strength_and_the_spread_of_the_normalisers(radius, strength):
-    table = torch.tensor([[0.0], [0.3], [1.0], [2.5], [2.6], [6.0]])
-    mechanism = TokenMechanism("local", table, radius=radius)
-    distances = torch.cdist(table.double(), table.double()).clamp(max=radius)
-    logs = (-strength / (2 * radius) * distances).logsumexp(1)
-    cost = min(strength, strength / 2 + float(logs.max() - logs.min()))
-    assert mechanism.epsilon(strength) == pytest.approx(cost, rel=1e-3)
-    laws = torch.stack([mechanism.log_probabilities(token, strength) for token in range(len(table))])
-    told = float((laws.max(0).values - laws.min(0).values).max())
-    assert told <= mechanism.epsilon(strength) <= strength
-
-
 def test_the_papers_form_costs_more_than_any_epsilon():
     mechanism = TokenMechanism("paper", torch.eye(8), 1.0)
     assert mechanism.epsilon(1.0) == math.inf
@@ -96,16 +82,3 @@ def test_normalisers_are_within_their_error(table, scale, seed, extras):
     exact = -scale * (wide[:, None] - wide[None]).norm(dim=2)
     exact = (exact if prior is None else exact + prior).logsumexp(1)
     assert float((logs - exact).abs().max()) <= error
-
-
-@given(tables, st.floats(0.01, 30))
-@settings(max_examples=60, deadline=None)
-def test_lipschitz_constant_bounds_every_pair(table, scale):
-    (logs,), error = log_normalisers(table, [scale])
-    found = lipschitz(table, logs, error, scale)
-    wide = table.double()
-    distance = (wide[:, None] - wide[None]).norm(dim=2)
-    steepness = (logs[:, None] - logs).abs() / distance.clamp_min(1e-300)
-    steepness.fill_diagonal_(0)
-    assert found >= float(steepness.max()) * (1 - 1e-9) - 1e-9 or found == pytest.approx(scale)
-    assert found <= scale

@@ -92,4 +92,4 @@ def test_programs_train_there_as_on_the_processor(tmp_path):
 
 @pytest.mark.slow
 def test_every_program_that_makes_no_tensors_on_the_processor_trains_there(tmp_path):
-    assert sum(route != "left out" for route in trained(tmp_path)) > 300
+    assert sum(route != "left out" for route in trained(tmp_path)) > 240

@@ -91,7 +91,7 @@ def fuzz(service, customer_of, corpus, examples):
 
 
 def test_malformed_messages(service, customer_of, corpus):
-    fuzz(service, customer_of, corpus, 150)
+    fuzz(service, customer_of, corpus, 100)
 
 
 @pytest.mark.slow

@@ -62,24 +62,6 @@ def test_a_training_record_is_drawn_once_and_its_draw_kept():
         private.learn([public()])
 
 
-def test_training_in_evaluation_mode_draws_once_and_queries_are_said_on_the_card():
-    model = build("bert").train()
-    model.base_model.eval()
-    private = attach(model)
-    states = [seen_after(private, 1, lambda: model(**numbered())) for _ in range(3)]
-    assert all(torch.equal(states[0], other) for other in states)
-    assert private.inference_releases == 0
-    assert private.card()["released_records"] == ROWS
-    model.eval()
-    with pytest.raises(ValueError, match=r"evaluate under model.eval\(\)"):
-        model(**batch("bert", rows=ROWS, tokens=TOKENS))
-    assert not any("inference queries" in assumption for assumption in private.card()["assumptions"])
-    with torch.no_grad():
-        model(**batch("bert", rows=ROWS, tokens=TOKENS))
-    assert private.inference_releases == ROWS
-    assert any("inference queries" in assumption for assumption in private.card()["assumptions"])
-
-
 def ask(private, rows=ROWS):
     """Queries, each a release of its own."""
     model = private.blocks.model.eval()

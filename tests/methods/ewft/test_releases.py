@@ -15,7 +15,6 @@ import transformers
 import fastdp
 from fastdp import accounting, ops
 from fastdp.methods import ewft
-from fastdp.methods.blocks import find_blocks
 from tests.cases import cases, pairs
 from tests.engine.models import batch, build, task_type
 
@@ -482,17 +481,6 @@ def test_its_signature_spells_every_setting_with_type_and_default(made, settings
         missing = field.default is dataclasses.MISSING
         assert shown[field.name].default == (inspect.Parameter.empty if missing else field.default), field.name
         assert str(shown[field.name].annotation) == str(field.type), field.name
-
-
-@cases(*pairs(("layer", ["embeddings", 2, "output"]), ("name", FAMILIES)))
-def test_a_layer_may_be_named_by_its_module_or_its_dotted_name(name, layer):
-    model = build(name)
-    module = find_blocks(model).place(layer)[1]
-    dotted = next(path for path, own in model.named_modules() if own is module)
-    for given in (module, dotted):
-        private = attach(model, layer=given)
-        assert private.settings.layer == (2 if layer == "output" and name in ("bert", "roberta") else layer)
-        private.remove()
 
 
 def t5():

@@ -2,7 +2,7 @@
 
 import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from tests.engine.runs import one_by_one
 Gradient = Mapping[str, torch.Tensor]
 
 
-def defined(gradients: Sequence[Gradient], partitions: Sequence[Partition], max_grad_norm: float) -> torch.Tensor:
+def defined(gradients, partitions, max_grad_norm):
     """Definition 8 written out with L1 norms, in float64."""
     bound = max_grad_norm / (sum(p.size for p in partitions) / len(partitions))
     total = torch.zeros(len(partitions), dtype=torch.float64)
@@ -31,9 +31,7 @@ def defined(gradients: Sequence[Gradient], partitions: Sequence[Partition], max_
     return total
 
 
-def accumulate(
-    model: torch.nn.Module, batch: Mapping[str, torch.Tensor], ticket: Ticket, max_grad_norm: float
-) -> tuple[torch.Tensor, Engine]:
+def accumulate(model, batch, ticket, max_grad_norm):
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     accumulator = MagnitudeAccumulator(parameters, split(parameters), max_grad_norm)
     engine = Engine(model, accumulator.policy, deque([ticket]), accumulator=accumulator)
@@ -44,17 +42,17 @@ def accumulate(
 
 
 @functools.cache
-def one_at_a_time(name: str) -> list[dict[str, torch.Tensor]]:
+def one_at_a_time(name):
     """Gradients by autograd of each example of a model's batch."""
     return one_by_one(models.build(name), models.batch(name))
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def close(found, expected):
     return torch.allclose(found, expected, rtol=2e-4, atol=1e-5 * float(expected.max()))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "llama"])
-def test_magnitudes_are_those_of_the_definition(name: str) -> None:
+def test_magnitudes_are_those_of_the_definition(name):
     """Tied tables (gpt2), a patch convolution and a class token (vit), shared inputs, padding: all of them."""
     model, batch = models.build(name), models.batch(name)
     partitions, gradients = split(dict(model.named_parameters())), one_at_a_time(name)
@@ -66,7 +64,7 @@ def test_magnitudes_are_those_of_the_definition(name: str) -> None:
     assert close(found, defined(gradients, partitions, max_grad_norm))
 
 
-def test_the_one_example_route_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_one_example_route_agrees(monkeypatch):
     first, _ = accumulate(models.build("bert"), models.batch("bert"), reference.ticket(4), 3.0)
     monkeypatch.setattr(Routing, "_try_uses", lambda *_: "for this test")
     with pytest.warns(UserWarning, match="one-example"):
@@ -75,7 +73,7 @@ def test_the_one_example_route_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(first, second, rtol=1e-4, atol=1e-9)
 
 
-def test_users_and_padding() -> None:
+def test_users_and_padding():
     """A user's examples are clipped as one, and a padding row counts for nothing."""
     model, batch = models.build("bert"), models.batch("bert", rows=4)
     users = Ticket(torch.tensor([0, 0, 1, 2]), torch.tensor([1.0, 0.0, 0.0]), is_last=True)
@@ -90,7 +88,7 @@ PARAMETERS = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SH
 PARTITIONS = split(PARAMETERS)
 
 
-def released(gradients: Sequence[Gradient], max_grad_norm: float) -> torch.Tensor:
+def released(gradients, max_grad_norm):
     """What would be released before noise."""
     accumulator = MagnitudeAccumulator(PARAMETERS, PARTITIONS, max_grad_norm)
     for gradient in gradients:
@@ -98,7 +96,7 @@ def released(gradients: Sequence[Gradient], max_grad_norm: float) -> torch.Tenso
     return accumulator.magnitudes
 
 
-def drawn(rng: np.random.Generator, scale: float) -> dict[str, torch.Tensor]:
+def drawn(rng, scale):
     """A gradient of random signs, its mass spread over some of the partitions only."""
     weights = rng.choice([0.0, 1e-3, 1.0, 1e3], size=3)
     return {
@@ -109,7 +107,7 @@ def drawn(rng: np.random.Generator, scale: float) -> dict[str, torch.Tensor]:
 
 @settings(max_examples=150)
 @given(seed=st.integers(0, 2**32 - 1), others=st.integers(0, 2), scale=st.sampled_from([1e-2, 1.0, 1e2]))
-def test_one_example_moves_the_magnitudes_by_no_more_than_stated(seed: int, others: int, scale: float) -> None:
+def test_one_example_moves_the_magnitudes_by_no_more_than_stated(seed, others, scale):
     rng = np.random.default_rng(seed)
     max_grad_norm = float(rng.choice([0.1, 1.0, 10.0]))
     shared = [drawn(rng, scale) for _ in range(others)]
@@ -122,7 +120,7 @@ def test_one_example_moves_the_magnitudes_by_no_more_than_stated(seed: int, othe
     assert torch.equal(released([*shared, one], max_grad_norm), without)
 
 
-def test_the_sensitivity_is_reached() -> None:
+def test_the_sensitivity_is_reached():
     """A gradient in the smallest partition alone moves the vector by all of it, so the bound is not loose."""
     gradient = {n: torch.zeros(1, *shape) for n, shape in SHAPES.items()}
     gradient["c"] += 1e3
@@ -130,5 +128,5 @@ def test_the_sensitivity_is_reached() -> None:
 
 
 @cases(("sizes", "bound"), [([4, 16, 100], 2 / 40), ([10, 30], 2 / 20), ([30], 2 / 30)])
-def test_the_bound_of_lemma_3_is_of_the_partitions_that_remain(sizes: list[int], bound: float) -> None:
+def test_the_bound_of_lemma_3_is_of_the_partitions_that_remain(sizes, bound):
     assert magnitude_bound([Partition("", (), size) for size in sizes], 2.0) == pytest.approx(bound)

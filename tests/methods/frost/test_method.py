@@ -1,9 +1,6 @@
 """DPFrost in `make_private`: what is selected, frozen, trained, accounted for and refused."""
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from fastdp import accounting
 from fastdp.methods.frost import DPFrost, split
 from fastdp.methods.frost.accumulate import magnitude_bound
 from fastdp.private.plan import Plan
-from fastdp.private.run import Private
 from tests.cases import cases
 from tests.engine.runs import CLASSES, FEATURES, collate, examples, logical_step
 
@@ -25,14 +21,14 @@ SETTINGS = {"unfreezing_ratio": 0.5, "selection_steps": 2, "selection_rate": 0.5
 class Deep(nn.Module):
     """Four matrices, the last of which gets by far the largest gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         sizes = [FEATURES, 6, 6, 6, CLASSES]
         self.layers = nn.ModuleList(nn.Linear(m, n) for m, n in zip(sizes, sizes[1:]))
         self.scale = 100.0
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
+    def forward(self, x, labels=None):
         for layer in self.layers[:-1]:
             x = torch.tanh(layer(x))
         logits = self.layers[-1](x * self.scale) / self.scale
@@ -40,15 +36,9 @@ class Deep(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-def start(
-    model: nn.Module | None = None,
-    method: DPFrost | None = None,
-    data: Any = None,
-    optimizer: Any = None,
-    **options: Any,
-) -> Private:
+def start(model=None, method=None, data=None, optimizer=None, **options):
     model = Deep() if model is None else model
-    method = DPFrost(**SETTINGS) if method is None else method  # type: ignore[arg-type]
+    method = DPFrost(**SETTINGS) if method is None else method
     if optimizer is None:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     loader = DataLoader(examples(24), batch_size=8, collate_fn=collate) if data is None else data
@@ -57,15 +47,15 @@ def start(
     return fastdp.make_private(model, optimizer, loader, method=method, epochs=2, **{"unsafe_seed": 3, **options})
 
 
-def held(optimizer: torch.optim.Optimizer) -> set[int]:
+def held(optimizer):
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def trained(private: Private) -> set[str]:
+def trained(private):
     return {name for name, p in private.model.named_parameters() if p.requires_grad}
 
 
-def test_selects_before_the_first_step_and_trains_nothing_else() -> None:
+def test_selects_before_the_first_step_and_trains_nothing_else():
     model = Deep()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     private = start(model)
@@ -82,10 +72,10 @@ def test_selects_before_the_first_step_and_trains_nothing_else() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_a_frozen_partition_keeps_no_activation_and_gets_no_gradient() -> None:
+def test_a_frozen_partition_keeps_no_activation_and_gets_no_gradient():
     """With only the last layer trained, autograd saves nothing of the layers below: their outputs need no gradient."""
     model = Deep()
-    method = DPFrost(**{**SETTINGS, "unfreezing_ratio": 0.17, "selection_steps": 1})  # type: ignore[arg-type]
+    method = DPFrost(**{**SETTINGS, "unfreezing_ratio": 0.17, "selection_steps": 1})
     # A check of a batch asks for gradients of the inputs too.
     private = start(model, method, self_check=False)
     seen = []
@@ -99,7 +89,7 @@ def test_a_frozen_partition_keeps_no_activation_and_gets_no_gradient() -> None:
     assert all(p.grad is None for p in model.layers[:3].parameters())
 
 
-def test_the_selection_is_paid_for_before_training() -> None:
+def test_the_selection_is_paid_for_before_training():
     method = DPFrost(unfreezing_ratio=0.5, selection_steps=3, selection_rate=0.1)
     private = start(method=method, target_epsilon=3.0, target_delta=1e-3, unsafe_seed=None)
     assert private.epsilon() == 0
@@ -119,7 +109,7 @@ def test_the_selection_is_paid_for_before_training() -> None:
     assert card["mechanism"]["name"] == "DP-FROST"
 
 
-def test_the_paper_mode_states_what_its_epsilon_is_worth() -> None:
+def test_the_paper_mode_states_what_its_epsilon_is_worth():
     method = DPFrost(unfreezing_ratio=0.5, selection_steps=3, selection_rate=0.1, mode="paper")
     private = start(method=method, target_epsilon=3.0, target_delta=1e-3)
     true = accounting.epsilon(private.ledger.budget_event(), 1e-3)
@@ -127,14 +117,14 @@ def test_the_paper_mode_states_what_its_epsilon_is_worth() -> None:
     assert accounting.epsilon(private.ledger.budget_event(), 1e-3, "rdp") == pytest.approx(3.0, rel=1e-3)
     note = private.card()["notes"][0]
     assert f"costs epsilon {true:.4f}, not the 3" in note
-    given = DPFrost(**{**SETTINGS, "selection_noise_multiplier": 1.0}, mode="paper")  # type: ignore[arg-type]
+    given = DPFrost(**{**SETTINGS, "selection_noise_multiplier": 1.0}, mode="paper")
     private = start(method=given, noise_multiplier=1.0, target_delta=1e-3)
     assert not any("RDP" in note for note in private.card()["notes"])
 
 
 @cases(("every", "epochs", "count"), [(None, 2, 1), (2, 2, 3), (6, 2, 1), (4, 2, 2)])
-def test_repeated_selection_is_accounted_for_each_time(every: int | None, epochs: int, count: int) -> None:
-    method = DPFrost(**SETTINGS, select_every=every)  # type: ignore[arg-type]
+def test_repeated_selection_is_accounted_for_each_time(every, epochs, count):
+    method = DPFrost(**SETTINGS, select_every=every)
     private = start(method=method)
     chosen = []
     for _ in range(epochs):
@@ -148,7 +138,7 @@ def test_repeated_selection_is_accounted_for_each_time(every: int | None, epochs
     assert len({id(o["iteration"]) for o in chosen}) == count
 
 
-def test_a_resumed_run_keeps_its_selection(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_selection(tmp_path):
     private = start(output_dir=tmp_path)
     logical_step(private)
     outcome = dict(private.outcome)
@@ -159,14 +149,14 @@ def test_a_resumed_run_keeps_its_selection(tmp_path: Path) -> None:
     assert resumed.ledger.spent("selection") == 2
 
 
-def test_noise_of_the_stated_size_reaches_the_magnitudes() -> None:
+def test_noise_of_the_stated_size_reaches_the_magnitudes():
     """Observed magnitudes less those without noise, in units of sensitivity: 400 normals, whose deviation lies within 15%
     of theirs in all but 3e-5 of runs (the seed is fixed).
     """
     parameters = {f"{i}.weight": nn.Parameter(torch.zeros(2)) for i in range(400)}
     model = nn.Module()
     model.params = nn.ParameterDict({str(i): p for i, p in enumerate(parameters.values())})
-    model.forward = lambda x, labels: {"loss": _flat_loss(model, x, labels)}  # type: ignore[assignment]
+    model.forward = lambda x, labels: {"loss": _flat_loss(model, x, labels)}
     method = DPFrost(unfreezing_ratio=0.5, selection_steps=1, selection_rate=0.5, selection_noise_multiplier=3.0)
     private = start(model, method, noise_multiplier=1.0, self_check=False)
     next(iter(private.data_loader))
@@ -175,7 +165,7 @@ def test_noise_of_the_stated_size_reaches_the_magnitudes() -> None:
     assert float(observed.std()) == pytest.approx(3.0, rel=0.15)
 
 
-def _flat_loss(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _flat_loss(model, x, labels):
     total = sum(p.sum() for p in model.parameters())
     return nn.functional.mse_loss(x.sum(1) * 0 + total, torch.ones(len(x)))
 
@@ -198,7 +188,7 @@ def _flat_loss(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch
         ({"selection_noise_multiplier": math.nan}, "selection_noise_multiplier must be"),
     ],
 )
-def test_refuses_settings_out_of_range(options: Mapping[str, Any], message: str) -> None:
+def test_refuses_settings_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         DPFrost(**options)
 
@@ -222,7 +212,7 @@ BUDGET = {"target_epsilon": 3.0, "target_delta": 1e-3}
         ({}, {"model": "outside"}, "on one example it raised KeyError: 'targets'"),
     ],
 )
-def test_refuses_before_anything_is_spent(settings: Any, options: Any, message: str, tmp_path: Path) -> None:
+def test_refuses_before_anything_is_spent(settings, options, message, tmp_path):
     if "model" in options:
         options = {"model": Outside(), "criterion": lambda logits, batch: batch["targets"]}
     with pytest.raises(ValueError, match=message):
@@ -230,7 +220,7 @@ def test_refuses_before_anything_is_spent(settings: Any, options: Any, message: 
     assert not (tmp_path / "run").exists()
 
 
-def test_refuses_a_frozen_partition_given_back_to_the_optimizer() -> None:
+def test_refuses_a_frozen_partition_given_back_to_the_optimizer():
     private = start()
     logical_step(private)
     frozen = next(p for p in private.model.parameters() if not p.requires_grad)
@@ -240,16 +230,16 @@ def test_refuses_a_frozen_partition_given_back_to_the_optimizer() -> None:
 
 
 class Outside(Deep):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        logits: torch.Tensor = super().forward(x)["logits"]
+    def forward(self, x):
+        logits = super().forward(x)["logits"]
         return logits
 
 
-def _each(logits: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _each(logits, batch):
     return torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
 
 
-def test_a_criterion_selects_what_the_models_own_loss_does() -> None:
+def test_a_criterion_selects_what_the_models_own_loss_does():
     within, outside = start(), start(Outside(), criterion=_each)
     steps = 0
     for private in (within, outside):
@@ -265,14 +255,14 @@ def test_a_criterion_selects_what_the_models_own_loss_does() -> None:
     assert torch.equal(within.outcome["iteration"], outside.outcome["iteration"])
 
 
-def test_given_noise_of_the_selection_leaves_the_rest_to_training() -> None:
+def test_given_noise_of_the_selection_leaves_the_rest_to_training():
     plan = Plan(1000, 50, 40, 20, "poisson", "add_remove", 2.0, 1e-4, None)
     budget = DPFrost(selection_steps=2, selection_rate=0.1, selection_noise_multiplier=4.0).budget(plan)
     event = accounting.compose(accounting.dpsgd(budget.noise_multiplier, 0.05, 40), accounting.dpsgd(4.0, 0.1, 2))
     assert 1.99 < accounting.epsilon(event, 1e-4) <= 2.0
 
 
-def test_random_partitions_depend_on_the_seed_alone_and_cost_nothing() -> None:
+def test_random_partitions_depend_on_the_seed_alone_and_cost_nothing():
     chosen = []
     for seed in (0, 0, 1, 2, 3):
         private = start(method=DPFrost(unfreezing_ratio=0.5, choose_by="random", seed=seed), **BUDGET)

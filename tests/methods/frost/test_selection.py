@@ -1,30 +1,26 @@
 """PSEL on magnitudes that are known."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from fastdp.methods.frost import Partition, select_partitions
-from fastdp.methods.frost.selection import PartitionChoice, fill
+from fastdp.methods.frost.selection import fill
 from tests.cases import cases
 
 RATE = 0.5
 
 
-def partitions(sizes: Sequence[int]) -> list[Partition]:
+def partitions(sizes):
     return [Partition(f"p{i}", (f"p{i}.weight",), size) for i, size in enumerate(sizes)]
 
 
-def select(
-    sizes: Sequence[int], true: Sequence[float], *, noise: float = 0.0, seed: int = 0, **options
-) -> PartitionChoice:
+def select(sizes, true, *, noise=0.0, seed=0, **options):
     """PSEL over observations at lambda = RATE, with sensitivity 1."""
     rng = np.random.default_rng(seed)
-    asked: list[list[int]] = []
+    asked = []
 
-    def observe(t: int, remaining: Sequence[int]) -> tuple[np.ndarray, float]:
+    def observe(t, remaining):
         asked.append(list(remaining))
         return RATE * np.array(true)[list(remaining)] + noise * rng.standard_normal(len(remaining)), 1.0
 
@@ -47,20 +43,20 @@ def select(
         ([100, 10, 10, 10], [9.0, 3.0, 2.0, 1.0], {"steps": 1, "unfreezing_ratio": 0.2}, [0, 1, 1, 0]),
     ],
 )
-def test_takes_the_largest_magnitudes_that_fit(sizes: list, true: list, options: dict, iterations: list) -> None:
+def test_takes_the_largest_magnitudes_that_fit(sizes, true, options, iterations):
     assert select(sizes, true, **options).iteration.tolist() == iterations
     if options.get("steps") == 1:
         assert fill(true, partitions(sizes), options.get("unfreezing_ratio", 0.5)).tolist() == iterations
 
 
-def test_waits_where_nothing_stands_out_and_fills_up_at_the_end() -> None:
+def test_waits_where_nothing_stands_out_and_fills_up_at_the_end():
     """Equal magnitudes: no gap of five deviations, so no early choice, and the printed loop would not end."""
     found = select([10] * 12, [1.0] * 12, noise=0.01)
     assert set(found.iteration.tolist()) == {0, 3}
     assert (found.iteration > 0).sum() == 6
 
 
-def test_an_early_choice_stands_out_by_the_gap() -> None:
+def test_an_early_choice_stands_out_by_the_gap():
     true = [1.0, 1.1, 1.2, 1.3, 1.4, 50.0]
     eager = select([10] * 6, true, noise=0.05, gap_coefficient=5)
     shy = select([10] * 6, true, noise=0.05, gap_coefficient=1e6)
@@ -75,7 +71,7 @@ def test_an_early_choice_stands_out_by_the_gap() -> None:
     ratio=st.floats(0.01, 0.99),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_never_passes_the_limit(sizes: list[int], steps: int, ratio: float, seed: int) -> None:
+def test_never_passes_the_limit(sizes, steps, ratio, seed):
     rng = np.random.default_rng(seed)
     if min(sizes) > ratio * sum(sizes):
         with pytest.raises(ValueError, match="smallest partition"):
@@ -91,7 +87,7 @@ def test_never_passes_the_limit(sizes: list[int], steps: int, ratio: float, seed
     assert not len(frozen) or left < frozen.min()
 
 
-def test_a_ratio_below_the_smallest_partition_names_it() -> None:
+def test_a_ratio_below_the_smallest_partition_names_it():
     """RoBERTa-base: at a ratio of .25^4 no matrix of an encoder fits."""
     matrices = [590_592] * 48 + [2_362_368, 2_360_064] * 12 + [124_647_170 - 48 * 590_592 - 12 * 4_722_432]
     with pytest.raises(ValueError, match=r"leaves 486,903 of 124,647,170 .* p0, has 590,592"):
@@ -99,6 +95,6 @@ def test_a_ratio_below_the_smallest_partition_names_it() -> None:
 
 
 @cases("ratio", [0.0, 1.5, -0.5])
-def test_refuses_a_ratio_out_of_range(ratio: float) -> None:
+def test_refuses_a_ratio_out_of_range(ratio):
     with pytest.raises(ValueError, match="unfreezing_ratio"):
         fill([1.0, 2.0], partitions([1, 1]), ratio)

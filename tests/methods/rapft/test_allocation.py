@@ -1,10 +1,7 @@
 """Bounds and noise of the two blocks: the figures of the printed guarantee, and the sensitivity of every policy."""
 
-from __future__ import annotations
-
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -15,16 +12,6 @@ from fastdp.methods import rapft
 from tests.engine.reference import known
 
 SHAPES = {"a.weight": (3, 4), "b.bias": (5,)}
-
-
-def test_a_mask_from_private_data_breaks_the_guarantee():
-    """One pair of coordinates that changes sides with the data set: delta(8) after 50 steps, by 200,000 draws."""
-    draws = np.random.default_rng(0).chisquare(50, (2, 200_000))
-    # log of the density ratio of noise of variances proportional to (.7, .3) and to (.3, .7)
-    loss = draws[0] * (0.7 / 0.3 - 1) / 2 + draws[1] * (0.3 / 0.7 - 1) / 2
-    delta = np.maximum(0, 1 - np.exp(8 - loss)).mean()
-    # Standard error .0005: a fair run fails once in 10^15.
-    assert delta == pytest.approx(0.92, abs=0.005)
 
 
 @given(
@@ -44,14 +31,14 @@ def test_no_other_noise_of_the_same_multiplier_has_less_variance(bounds, sizes, 
     assert cost(best) <= cost(other_stds) * (1 + 1e-9)
 
 
-def random_masks(seed: int, ratio: float) -> dict[str, torch.Tensor]:
+def random_masks(seed, ratio):
     generator = torch.Generator().manual_seed(seed)
     masks = {name: torch.rand(shape, generator=generator) < ratio for name, shape in SHAPES.items()}
     masks["a.weight"][0, 0], masks["a.weight"][0, 1] = True, False
     return masks
 
 
-def policy_of(kind: str, masks: dict[str, torch.Tensor]) -> Policy:
+def policy_of(kind, masks):
     return rapft.masked_policy(masks, allocation=kind, max_grad_norm=1.3, noise_multiplier=0.9)
 
 

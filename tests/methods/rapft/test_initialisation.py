@@ -1,7 +1,5 @@
 """Where relevance starts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -10,7 +8,7 @@ from fastdp.methods.rapft import Initialisation, initialisation
 from tests.cases import cases
 
 
-def random_logits(seed: int, rows: int = 2, length: int = 4, words: int = 300, spread: float = 3.0) -> torch.Tensor:
+def random_logits(seed, rows=2, length=4, words=300, spread=3.0):
     return spread * torch.randn(rows, length, words, generator=torch.Generator().manual_seed(seed))
 
 

@@ -1,7 +1,5 @@
 """Ranking and masks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -12,7 +10,7 @@ from fastdp.methods.rapft.masks import normalised, weak_masks
 from tests.cases import cases
 
 
-def relevance(seed: int = 0, **sizes: int) -> dict[str, torch.Tensor]:
+def relevance(seed=0, **sizes):
     generator = torch.Generator().manual_seed(seed)
     return {name: 10**i * torch.randn(n, generator=generator) for i, (name, n) in enumerate(sizes.items())}
 

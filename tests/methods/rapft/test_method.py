@@ -1,9 +1,6 @@
 """Rap-FT through `make_private`: sensitivity of what is released, budgets, cards, refusals, refreshed and resumed masks."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -28,11 +25,11 @@ from tests.engine.reference import known
 from tests.engine.runs import Classifier, collate, examples, join, loader, logical_step, one_by_one, start
 
 
-def public(seed: int = 9) -> PublicMap:
+def public(seed=9):
     return PublicMap([collate(examples(6, seed))])
 
 
-def gradients_of(*rows: int) -> PublicGradients:
+def gradients_of(*rows):
     """Single public examples."""
     return PublicGradients([collate([row]) for row in examples(4, 9)[slice(*rows)]])
 
@@ -289,8 +286,7 @@ def test_bad_settings(settings, message):
 
 
 @cases(
-    "options",
-    [(0.0, 0.1), (-1.0, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.5), (1.0, 0.1, 0.0), (1.0, 0.1, math.inf)],
+    "options", [(0.0, 0.1), (-1.0, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.5), (1.0, 0.1, 0.0), (1.0, 0.1, math.inf)]
 )
 def test_a_source_needs_noise_and_a_rate_or_public_examples(options):
     with pytest.raises(ValueError, match="noise_multiplier is|sample_rate is|max_norm is"):
@@ -338,11 +334,7 @@ def test_the_noise_of_a_map_is_in_the_form_that_the_card_names(secure, monkeypat
 
     monkeypatch.setattr("fastdp.ops.add_noise_", drawn)
     private = start(
-        Classifier(),
-        method=RapFT(NoisyMap(1.0, 0.5)),
-        noise_multiplier=1.0,
-        target_delta=1e-3,
-        secure_rounding=secure,
+        Classifier(), method=RapFT(NoisyMap(1.0, 0.5)), noise_multiplier=1.0, target_delta=1e-3, secure_rounding=secure
     )
     private.prepare()
     assert set(forms) == {secure}
@@ -352,26 +344,26 @@ def test_the_noise_of_a_map_is_in_the_form_that_the_card_names(secure, monkeypat
 class Bare(Classifier):
     """Returns its logits alone."""
 
-    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x):
         return self.logits(x)
 
 
 class Strict(Classifier):
     """Cannot be called without labels."""
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x, labels):
         return super().forward(x, labels)
 
 
 class Lossy(Classifier):
     """Keeps its logits to itself."""
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+    def forward(self, x, labels=None):
         return {"loss": super().forward(x, labels)["loss"]}
 
 
 @pytest.mark.parametrize("source", [public(), NoisyMap(2.0, 0.5)])
-def test_logits_that_are_not_named_and_labels_that_are_required_give_the_same_relevance(source: Any) -> None:
+def test_logits_that_are_not_named_and_labels_that_are_required_give_the_same_relevance(source):
     batch = collate(examples(6, 9))
     expected, maps = None, []
     for model in (Classifier(), Bare(), Strict()):
@@ -384,13 +376,13 @@ def test_logits_that_are_not_named_and_labels_that_are_required_give_the_same_re
     assert all(torch.equal(maps[0][name], other[name]) for other in maps[1:] for name in maps[0])
 
 
-def _rows(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+def _rows(logits, batch):
     return torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
 
 
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("source", [public(), NoisyMap(2.0, 0.5)])
-def test_a_model_without_logits_or_loss_is_refused_when_it_is_made_private(source: Any, after: int) -> None:
+def test_a_model_without_logits_or_loss_is_refused_when_it_is_made_private(source, after):
     with pytest.raises(ValueError, match=r"let forward\(\) return 'logits'"):
         start(Lossy(), method=RapFT(source, map_after=after), noise_multiplier=1.0, target_delta=1e-3)
     method = RapFT(PublicGradients(public().batches), allocation="axes", map_after=after)

@@ -1,33 +1,30 @@
 """Relevance of trained parameters in stock models: conservation, agreement of routes, and what has no relevance."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 
 from fastdp.methods.rapft import Initialisation, Propagation, Propagator
-from fastdp.methods.rapft.relevance import require_values
 from tests.cases import cases
 from tests.engine.models import batch, build
 
 MODELS = [
-    *(("gpt2", tuning) for tuning in ("lora", "bottleneck", "bitfit", "full")),
-    *(("llama", tuning) for tuning in ("lora", "bottleneck", "full")),
-    *(("bert", tuning) for tuning in ("lora", "bottleneck", "bitfit", "full")),
+    *(("gpt2", tuning) for tuning in ("lora", "full")),
+    *(("llama", tuning) for tuning in ("bottleneck", "full")),
+    *(("bert", tuning) for tuning in ("bitfit", "full")),
 ]
 
 
-def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def trained(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def propagator(model: torch.nn.Module, **options) -> Propagator:
+def propagator(model, **options):
     return Propagator(model, trained(model), **options)
 
 
-def gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+def gap(a, b):
     size = max(float(value.abs().max()) for value in b.values())
     return max(float((a[name] - b[name]).abs().max()) for name in b) / size
 
@@ -100,18 +97,6 @@ def test_the_model_is_left_as_it_was():
     assert model.training
     assert all(bool((p.grad == 1).all()) for p in trained(model).values())
     assert [module.forward for module in model.modules()] == forwards
-
-
-@cases("tuning", ["lora", "bottleneck"])
-def test_what_starts_at_zero_is_refused(tuning):
-    model, data = build("gpt2", tuning), batch("gpt2")
-    with torch.no_grad():
-        for name, parameter in trained(model).items():
-            if "lora_B" in name or "bottleneck_up" in name:
-                parameter.zero_()
-    assert not any(m.any() for m in propagator(model).total(data).values())
-    with pytest.raises(ValueError, match="zero throughout.*map_after"):
-        require_values(trained(model))
 
 
 class NoLogits(torch.nn.Module):

@@ -1,7 +1,5 @@
 """The propagation rules, each against its equation written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +23,7 @@ def propagate(operation, *inputs, relevance, **options):
     return [x.detach() * x.grad for x in inputs]
 
 
-def draw(seed: int, *shapes):
+def draw(seed, *shapes):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 

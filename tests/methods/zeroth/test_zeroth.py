@@ -3,11 +3,8 @@
 The statistical test fails by chance in one run in 10^9.
 """
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -24,14 +21,14 @@ from tests.engine.runs import Classifier, collate, examples, join, loader, same,
 RATE = 0.5
 
 
-def run(model: torch.nn.Module, data: Any = None, method: Any = None, **options: Any) -> Any:
+def run(model, data=None, method=None, **options):
     if not options.keys() & {"shapes", "isolation"}:
         options["isolation"] = "per_example"
     optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=RATE)
     return start(model, data, optimizer, method=method or fastdp.DPZO(max_slope=0.5), **options)
 
 
-def one_step(private: Any) -> tuple[float, list[Any]]:
+def one_step(private):
     """One logical batch: the released number, and the micro-batches."""
     seen = []
     for rows in private.data_loader:
@@ -46,11 +43,11 @@ def one_step(private: Any) -> tuple[float, list[Any]]:
     return released, seen
 
 
-def direction(private: Any) -> dict[str, torch.Tensor]:
+def direction(private):
     return {name: private.installed.draw(p) for name, p in private.installed.trained.items()}
 
 
-def slopes(model: Any, rows: Any, z: dict[str, torch.Tensor], h: float = 1e-3) -> torch.Tensor:
+def slopes(model, rows, z, h=1e-3):
     """By the definition: each row alone, two copies of the weights, in float64."""
     found = []
     for row in range(len(next(iter(rows.values())))):
@@ -69,8 +66,8 @@ def slopes(model: Any, rows: Any, z: dict[str, torch.Tensor], h: float = 1e-3) -
 
 
 @pytest.mark.parametrize("name", ["classifier", "bert", "gpt2", "gpt2 in parts"])
-def test_a_step_is_that_of_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = Classifier() if name == "classifier" else build(name.split()[0])
+def test_a_step_is_that_of_the_definition(name, monkeypatch):
+    model = Classifier() if name == "classifier" else build(name.split()[0])
     data = loader()
     if name != "classifier":
         whole = batch(name.split()[0], rows=12)
@@ -98,9 +95,9 @@ def test_a_step_is_that_of_the_definition(name: str, monkeypatch: pytest.MonkeyP
     assert len(private.optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 1000), scale=st.sampled_from([1e-3, 1.0, 1e4, math.inf]), bound=st.sampled_from([1e-3, 0.5]))
-def test_one_example_moves_the_sum_by_the_bound_at_most(seed: int, scale: float, bound: float) -> None:
+def test_one_example_moves_the_sum_by_the_bound_at_most(seed, scale, bound):
     data = examples(4, seed)
     data[3]["x"] = data[3]["x"] * scale
     sums = []
@@ -116,15 +113,15 @@ def test_one_example_moves_the_sum_by_the_bound_at_most(seed: int, scale: float,
     assert abs(sums[0] - sums[1]) <= bound * (1 + 1e-5) + 3e-3
 
 
-def test_noise_is_on_one_number_and_of_the_standard_deviation_that_is_paid_for() -> None:
+def test_noise_is_on_one_number_and_of_the_standard_deviation_that_is_paid_for():
     """Slopes are clipped to nearly nothing, so that what is released is noise."""
     model = Classifier()
-    options = {"noise_multiplier": 200.0, "target_delta": 1e-3, "epochs": 50, "unsafe_seed": None, "shapes": "public"}
+    options = {"noise_multiplier": 200.0, "target_delta": 1e-3, "epochs": 25, "unsafe_seed": None, "shapes": "public"}
     private = run(
         model, method=fastdp.DPZO(max_slope=1e-3), optimizer=torch.optim.SGD(model.parameters(), 0.0), **options
     )
-    draws: list[float] = []
-    while len(draws) < 150:
+    draws = []
+    while len(draws) < 75:
         for rows in private.data_loader:
             model(**rows)["loss"].backward()
             private.optimizer.step()
@@ -144,7 +141,7 @@ def test_noise_is_on_one_number_and_of_the_standard_deviation_that_is_paid_for()
         ({"criterion": lambda output, rows: F.cross_entropy(output["logits"], rows["labels"])}, "leave criterion"),
     ],
 )
-def test_refusals_leave_the_model_as_it_was(options: Any, reason: str) -> None:
+def test_refusals_leave_the_model_as_it_was(options, reason):
     model = Classifier()
     before = state(model)
     with pytest.raises(ValueError, match=reason):
@@ -156,7 +153,7 @@ def test_refusals_leave_the_model_as_it_was(options: Any, reason: str) -> None:
         fastdp.DPZO(smoothing=0.0)
 
 
-def test_a_loop_that_unfreezes_or_writes_weights_which_releases_move_is_refused() -> None:
+def test_a_loop_that_unfreezes_or_writes_weights_which_releases_move_is_refused():
     private = run(Classifier())
     one_step(private)
     private.model.first.weight.requires_grad_(True)
@@ -171,7 +168,7 @@ def test_a_loop_that_unfreezes_or_writes_weights_which_releases_move_is_refused(
     assert private.steps_done == 2
 
 
-def released_of_texts(longer: int, shapes: Any) -> float:
+def released_of_texts(longer, shapes):
     """The sum of 31 equal texts and of one that is longer, in bounds, under bfloat16 autocast."""
     generator = torch.Generator().manual_seed(2)
     text, other = (torch.randint(1, 1000, (size,), generator=generator).tolist() for size in (23, 23 + longer))
@@ -183,7 +180,7 @@ def released_of_texts(longer: int, shapes: Any) -> float:
     for name, p in model.named_parameters():
         p.requires_grad_("ln_f" in name)
     rows = [{"input_ids": ids, "labels": ids} for ids in (*[text] * 31, other)]
-    data = torch.utils.data.DataLoader(rows, batch_size=32, collate_fn=Collator(0))  # type: ignore[arg-type]
+    data = torch.utils.data.DataLoader(rows, batch_size=32, collate_fn=Collator(0))
     trained = [p for p in model.parameters() if p.requires_grad]
     method = fastdp.DPZO(max_slope=0.1)
     private = run(model, data, method, optimizer=torch.optim.SGD(trained, 0.0), epochs=1, shapes=shapes)
@@ -197,7 +194,7 @@ def released_of_texts(longer: int, shapes: Any) -> float:
     return released
 
 
-def test_one_text_would_move_the_others_by_its_shape_so_shapes_are_public(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_text_would_move_the_others_by_its_shape_so_shapes_are_public(monkeypatch):
     """The text itself moves the sum by two bounds at most."""
     with pytest.raises(ValueError, match="DP-ZO.*shapes=.public.*isolation"):
         released_of_texts(0, None)
@@ -209,19 +206,19 @@ def test_one_text_would_move_the_others_by_its_shape_so_shapes_are_public(monkey
 class Own(Classifier):
     """A loss that no function of torch's makes."""
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        chosen = self.logits(x).log_softmax(-1).gather(1, labels[:, None])[:, 0]  # type: ignore[index]
+    def forward(self, x, labels=None):
+        chosen = self.logits(x).log_softmax(-1).gather(1, labels[:, None])[:, 0]
         return {"loss": -chosen.mean()}
 
 
 class Coupled(Classifier):
     """Whose logits depend on the others of a batch."""
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x):
         return super().logits(x - x.mean(0))
 
 
-def test_a_model_that_couples_examples_is_run_one_by_one() -> None:
+def test_a_model_that_couples_examples_is_run_one_by_one():
     model = Coupled()
     private = run(model)
     z = direction(private)
@@ -236,18 +233,18 @@ def test_a_model_that_couples_examples_is_run_one_by_one() -> None:
 class Elsewhere(Classifier):
     """Reads a weight where no forward of its module runs."""
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x):
         return self.second(torch.tanh(F.linear(x, self.first.weight, self.first.bias)))
 
 
-def test_a_loss_of_the_models_own_is_taken_row_by_row() -> None:
+def test_a_loss_of_the_models_own_is_taken_row_by_row():
     released = [one_step(run(model))[0] for model in (Classifier(), Own())]
     assert released[0] == pytest.approx(released[1], abs=2e-3)
     with pytest.raises(ValueError, match="first.weight is read outside the forward"):
         one_step(run(Elsewhere()))
 
 
-def test_a_model_loaded_in_evaluation_mode_trains_and_evaluates_as_its_own() -> None:
+def test_a_model_loaded_in_evaluation_mode_trains_and_evaluates_as_its_own():
     model, rows = Classifier().eval(), collate(examples(4))
     plain = copy.deepcopy(model)(**rows)["loss"]
     private = run(model, shapes="public")
