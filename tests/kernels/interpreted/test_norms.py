@@ -146,7 +146,7 @@ def test_gram_matrices_of_described_factors(monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("rows, described", [("apart", True), ("windows", False), ("expanded", False)])
+@pytest.mark.parametrize(("rows", "described"), [("apart", True), ("windows", False), ("expanded", False)])
 def test_rows_that_share_memory_are_not_described(rows, described, monkeypatch):
     """Windows of one sequence, as unfolded convolutions have, and one row for every token: read, but not by the copy engine."""
     strides, offsets, found = {"apart": 24, "windows": 8, "expanded": 0}[rows], offsets_of((64, 128)), []
