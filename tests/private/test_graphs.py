@@ -373,12 +373,22 @@ def test_recorded_passes_make_no_cache_and_the_models_setting_stays(monkeypatch)
     assert not any(made)
 
 
-def test_a_loss_made_from_another_output_of_a_replay_is_refused():
-    engine, batch = recorded()
-    output = engine.model(**batch)
-    with pytest.raises(RuntimeError, match="beside the model's own loss"):
-        (output.loss + output.logits.square().mean()).backward()
-    engine.close()
+@cases("alone", [False, True])
+def test_a_late_term_beside_the_loss_of_a_replay_has_an_ordinary_pass(alone):
+    sums, runs = [], []
+    for records in (None, runs):
+        engine, batch = engine_of(built(), tickets_of(8), records), batch_of()
+        for number in range(8):
+            output = engine.model(**batch)
+            term = output.logits.square().mean()
+            (output.loss if number < 5 else term if alone else output.loss + term).backward()
+            sums.append({name: total.clone() for name, total in engine.accumulator.sums.items()})
+            let_go(engine)
+        assert engine.graphs is None
+        engine.close()
+    require_equal((sums[:8], sums[8:]))
+    # The first term came to a replay, and nothing is replayed afterwards.
+    assert runs.count("forward") == runs.count("backward_to_shared") + 1 == TRIES + 4
 
 
 class LossBetween(torch.nn.Module):
