@@ -209,7 +209,7 @@ class Graphs:
         return waiting.replace_loss(output, graph.loss, beside), waiting
 
     def _run_again(self, call: Call, ticket: Ticket, random: torch.Tensor, upstream: Any) -> None:
-        """Run an ordinary pass in the place of a replay that a loss has other terms of: these have no graph to go back through."""
+        """Run an ordinary pass in the place of a replay, which terms of its outputs have no graph to go back through."""
         passes, after = self._passes, _random_state(self._passes.device)
         _set_random_state(passes.device, random)
         with torch.enable_grad():
