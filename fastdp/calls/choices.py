@@ -20,7 +20,7 @@ class Sides(NamedTuple):
 
 
 #: The latest choice by an index tensor: comparing numbers on a device waits for it, and cannot be recorded.
-_KNOWN: Marks[tuple[Any, Sides | None]] = Marks()
+_CHOICES: Marks[tuple[Any, Sides | None]] = Marks()
 
 
 def chosen_sides(func: Any, first: torch.Tensor, args: Any, kwargs: Any, part: int | None) -> Sides | None:
@@ -34,9 +34,9 @@ def chosen_sides(func: Any, first: torch.Tensor, args: Any, kwargs: Any, part: i
         return _sides(func, first, args, kwargs, part, torch.device("cpu") if index is None else index.device)
     holder = index if index._base is None else index._base
     key = func, part, first.shape, index.shape, index.stride(), index.storage_offset(), version(index)
-    found = _KNOWN.get(holder)
+    found = _CHOICES.get(holder)
     if found is None or found[0] != key:
-        found = _KNOWN[holder] = key, _sides(func, first, args, kwargs, part, index.device)
+        found = _CHOICES[holder] = key, _sides(func, first, args, kwargs, part, index.device)
     return found[1]
 
 
