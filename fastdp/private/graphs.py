@@ -216,7 +216,8 @@ class Graphs:
             output, _ = passes.run_forward(call, ticket, verify=False)
         _set_random_state(passes.device, after)
         tops = boundary.require_loss(output), *(t for t, _ in passes.beside_loss(output, ticket.rows, losses=False))
-        torch.autograd.backward(*zip(*[(t, g) for t, g in zip(tops, upstream) if g is not None]))
+        pairs = [(t, g) for t, g in zip(tops, upstream) if g is not None]
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
     def _add(self, graph: _Graph, clip: tuple[float, ...]) -> None:
         """Replay the backward pass, and add what it gave to the logical batch: sums clipped to the bounds ``clip``."""
@@ -358,6 +359,8 @@ class Graphs:
     def _recorded(self, trial: _Trial) -> _Graph:
         model, accumulator = self._passes.model, self._passes.accumulator
         trial.made.clear()
+        # What is known of these numbers from before would not be found again in a replay.
+        torch.autograd.graph.increment_version([t for _, t in leaves(trial.held)])
         with (
             keep_for_graph() as tables,
             torch.enable_grad(),

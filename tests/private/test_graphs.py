@@ -5,6 +5,7 @@ import random
 import warnings
 from collections import deque
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -389,6 +390,45 @@ def test_a_late_term_beside_the_loss_of_a_replay_has_an_ordinary_pass(alone):
     require_equal((sums[:8], sums[8:]))
     # The first term came to a replay, and nothing is replayed afterwards.
     assert runs.count("forward") == runs.count("backward_to_shared") + 1 == TRIES + 4
+
+
+class Ordered(torch.nn.Module):
+    """A classifier whose matrix has rows of a table, in an order that comes with the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(9, 6))
+
+    def forward(self, x, labels, order):
+        logits = x @ self.table[order].T
+        return transformers.modeling_outputs.SequenceClassifierOutput(
+            loss=torch.nn.functional.cross_entropy(logits, labels), logits=logits
+        )
+
+
+def test_an_order_that_comes_with_the_batch_is_looked_up_anew_within_a_recording():
+    """A GPU refuses that, since the host would have to wait: a replay would go on with the order that was known."""
+    compared = []
+
+    def recorder(accumulator, runs):
+        record = again_on_a_processor(accumulator, runs)
+
+        def watched(function):
+            with mock.patch("torch.equal", wraps=torch.equal) as equal:
+                found = record(function)
+            compared.append(equal.call_count)
+            return found
+
+        return watched
+
+    engine = engine_of(Ordered().train(), tickets_of(4), [], recorder)
+    batch = {"x": torch.randn(4, 6), "labels": torch.arange(4) % 3, "order": torch.tensor([4, 1, 7])}
+    for _ in range(4):
+        engine.model(**batch).loss.backward()
+        let_go(engine)
+    assert engine.route == "uses"
+    assert compared[0] > 0
+    engine.close()
 
 
 class LossBetween(torch.nn.Module):
