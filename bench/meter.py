@@ -232,7 +232,7 @@ class Meter(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 0
         elif func is torch.ops.aten.equal.default:
             self.wait("two tensors are compared")
-            return True
+            return args[0].shape == args[1].shape
         return None
 
     def _follow(self, tensor: torch.Tensor) -> int:
@@ -511,8 +511,8 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
         stack.enter_context(mock.patch.object(norms, "may_hold", return_value=gpu.memory // 32))
         stack.enter_context(mock.patch.object(memory, "free_bytes", side_effect=lambda _: gpu.memory - meter.live))
         for module in [m for name, m in sys.modules.items() if name.startswith("fastdp.kernels.")]:
-            if hasattr(module, "processors"):
-                stack.enter_context(mock.patch.object(module, "processors", return_value=gpu.processors))
+            if hasattr(module, "multiprocessors"):
+                stack.enter_context(mock.patch.object(module, "multiprocessors", return_value=gpu.processors))
         # Batches are verified, but tensors without values cannot be judged.
         stack.enter_context(mock.patch.object(engine_check, "judge"))
         stack.enter_context(mock.patch.object(RowValues, "gap", return_value=0.0))

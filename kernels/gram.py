@@ -281,7 +281,7 @@ def gram_norms(
         all_of_it = order == tuple(range(uses))
         out = squares if all_of_it else torch.empty(len(order), units, dtype=torch.float32, device=device)
         sizes = products if all_of_it else torch.empty(len(order), units, dtype=torch.float64, device=device)
-        described = launch.contiguous and launch.wide_loads and not wide and enable_descriptors(device)
+        described = enable_descriptors(launch, (lefts.form, rights.form), device)
         with on_device_of(squares):
             _gram_kernel[(programs or min(most * launch.problems, RESIDENT[side] * count),)](
                 table,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastdp.ops.matrices import Matrices
+from fastdp.ops.matrices import Matrices, MatrixForm
 from fastdp.ops.placed import CONSTANTS, copy_to_device
 
 #: Triton's names of torch's dtypes, for kernels that get addresses instead of tensors.
@@ -213,9 +213,13 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def enable_descriptors(device: torch.device) -> bool:
-    """Give Triton memory for tensor descriptors, which the copy engine of Hopper and later reads; False where none is."""
-    found = has_wide_tiles(device)
+def enable_descriptors(launch: Any, forms: Iterable[MatrixForm], device: torch.device) -> bool:
+    """Give Triton memory for tensor descriptors if the copy engine of Hopper and later can read a launch's factors.
+
+    These have 16 bits, and rows that begin every 16 bytes and share no memory, which the engine does not promise to read.
+    """
+    whole = launch.contiguous and launch.wide_loads and torch.float32 not in (launch.of_left, launch.of_right)
+    found = whole and not any(form.rows_overlap for form in forms) and has_wide_tiles(device)
     if found:
         # Of this thread alone: backward passes run in others.
         triton.set_allocator(_scratch)

@@ -337,7 +337,7 @@ def _launch(
             tokens,
             LEFT=TRITON_DTYPES[launch.of_left],
             RIGHT=TRITON_DTYPES[launch.of_right],
-            DESCRIBED=launch.contiguous and launch.wide_loads and not wide and b_t == 64 and enable_descriptors(device),
+            DESCRIBED=b_t == 64 and enable_descriptors(launch, [own.form for own in matrices[:2]], device),
             **kind,
             b_t=b_t,
             enable_fp_fusion=True,

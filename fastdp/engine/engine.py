@@ -28,6 +28,7 @@ from fastdp.engine.errors import (
     TWO_FORWARDS,
     SelfCheckError,
     UnseenUse,
+    out_of_memory,
 )
 from fastdp.engine.loss.boundary import Junction, require_positive
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes, has_terms
@@ -176,9 +177,9 @@ class Engine(Passes):
                 # An id or a label is out of range: rows alone tell whose.
                 self.run_rows(call, ticket)
                 raise
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
                 if self.graphs is None or not self.graphs.give_up():
-                    raise
+                    raise out_of_memory(ticket.rows) from error
             return self._checked_forward(call, ticket, inputs, junction)
 
     @contextmanager
@@ -280,8 +281,10 @@ class Engine(Passes):
                     self.differentiate(parts)
                 else:
                     parts[0][0].backward(parts, False)
-        except BaseException:
+        except BaseException as error:
             self.blocked = FAILED_BACKWARD
+            if isinstance(error, torch.OutOfMemoryError):
+                raise out_of_memory(ticket.rows) from error
             raise
         self.blocked = ""
         self.backwards += 1

@@ -1,5 +1,7 @@
 """The ways in which the engine says no: to a route, and to a run."""
 
+import torch
+
 from fastdp.calls.errors import SelfCheckError as SelfCheckError
 
 #: Where a loop differentiates passes that cannot be one: of several batches, say.
@@ -24,6 +26,12 @@ OUTSIDE_OF_LOSS = (
 FAILED_BACKWARD = (
     "A backward pass failed, and a repetition could count examples twice. Begin the loader's iteration anew."
 )
+
+
+def out_of_memory(rows: int) -> torch.OutOfMemoryError:
+    """Of a pass over so many rows."""
+    remedy = "Pass a smaller max_physical_batch_size" if rows > 1 else "Shorten examples or train fewer parameters"
+    return torch.OutOfMemoryError(f"The device has too little memory for {rows} row{'s' * (rows > 1)}. {remedy}.")
 
 
 class UnsupportedUse(Exception):

@@ -82,8 +82,8 @@ class Pass:
     #: Whether the backward pass runs twice, and keeps no factors.
     two_pass: bool = False
     used: bool = False
-    #: What adds a recorded pass, or one in parts, to its logical batch, in the place of a backward pass.
-    replay: Callable[[], None] | None = None
+    #: What adds a recorded pass, or one in parts, to its logical batch, in the place of a backward pass with these gradients.
+    replay: Callable[[Any], None] | None = None
 
     def replace_loss(self, output: Any, value: torch.Tensor, beside: Mapping[int, torch.Tensor]) -> Any:
         """What the model returned around another loss and other tensors, by identity, whose backward pass is this one's."""
@@ -245,7 +245,7 @@ class Passes:
         in_front = None if self.trace is None else self.trace.outputs.in_front
         own, found = find_loss(output) if losses else None, []
         for path, t in leaves(output):
-            if not t.requires_grad or t.is_leaf or type(t) is Logits:
+            if not t.requires_grad or type(t) in (Logits, torch.nn.Parameter):
                 continue
             if t.dim() and t.shape[0] == rows and (in_front is None or in_front.get(path) == t.dim()):
                 found.append((t, t))
@@ -430,7 +430,7 @@ class Passes:
         context.shapes = set().union(*(part.context.shapes for part in parts))
         waiting = Pass(call, ticket, layout, context, False, junction, [losses])
 
-        def differentiate() -> None:
+        def differentiate(_: Any) -> None:
             for part in parts:
                 self.differentiate([(part, None)])
 
@@ -568,7 +568,7 @@ class Passes:
     def differentiate(self, parts: JoinedPasses) -> None:
         """Run the backward passes of one micro-batch's forward passes into the accumulator, as one that uses more."""
         if parts[0][0].replay is not None:
-            parts[0][0].replay()
+            parts[0][0].replay(parts[0][1])
             return
         with self._uncompiled(), nullcontext() if self.route == ORDINARY else hooks_aside(self._parameters):
             self._differentiate(parts)

@@ -21,6 +21,7 @@ import fastdp._native as _native
 from .factors import (
     ELEMENT,
     HAS_KERNELS,
+    INT64_MAX,
     NO_FACTOR,
     accumulator,
     check_group,
@@ -44,6 +45,8 @@ PADDING = 2.0**-42
 FLOOR = 2.0**-50
 #: Columns of a row that a Gram kernel adds up in one accumulator of the matrix units (kernels/tiles.py).
 CHAIN = 128
+#: Columns of a head's tile in one Gram matrix on a GPU: squares of parts add up, and shorter rows are rounded less often.
+HEAD_SPAN = 1 << 13
 #: Roundings of a chain of fused multiply-adds on a GPU above one a term, or of the steps of a tensor core that truncates. It
 #: adds 16 exact products to its accumulator, aligned to the largest with two bits to spare (docs/clipping.md). That costs
 #: 17 2^-25 + 2^-23 of the sum of sizes each time, less than 11 units of rounding for 16 terms.
@@ -192,13 +195,14 @@ class Rounding:
 
     Args:
         factors: of the use, ids included: their device and dtypes say which arithmetic runs.
+        span: columns of a left factor that a Gram matrix on a GPU has at most, but for products of different uses.
 
     >>> Rounding(torch.ones(3, 2), torch.ones(3, 4)).entry().gamma(100) < 103 * 2**-24
     True
     """
 
-    def __init__(self, *factors: Tensor):
-        self.unit = 2.0**-53 if accumulator(*factors) == torch.float64 else 2.0**-24
+    def __init__(self, *factors: Tensor, span: int = INT64_MAX):
+        self.span, self.unit = span, 2.0**-53 if accumulator(*factors) == torch.float64 else 2.0**-24
         device = factors[0].device.type
         if device == "cpu" and HAS_KERNELS and all(f.dtype in ELEMENT or is_one_hot(f) for f in factors):
             self.arithmetic = "cpu"
@@ -226,6 +230,7 @@ class Rounding:
         # along a row of them.
         on_gpu = self.arithmetic == "triton"
         token = 1 / 32 if on_gpu and crossed else 0.0
+        m = min(m, self.span) if on_gpu and not crossed else m
         return Roundings(self._dot(m) + self._dot(n) + (112 if on_gpu else 4), token, 0.0, self.unit)
 
     def entry(self) -> Roundings:

@@ -31,6 +31,11 @@ class MatrixForm:
         return np.array([step == 1 and not (columns | row) % 8 for columns, (row, step) in each])
 
     @functools.cached_property
+    def rows_overlap(self) -> bool:
+        """Whether a row of any begins before the one before has ended, as in expanded tensors and windows."""
+        return any(row < columns for columns, (row, _) in zip(self.columns, self.strides))
+
+    @functools.cached_property
     def changes(self) -> np.ndarray:
         """Of each but the first whether it is of another form than the one before."""
         own = list(zip(self.columns, self.strides, self.dtypes))

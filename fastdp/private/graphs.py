@@ -191,14 +191,33 @@ class Graphs:
         # Sums of the pass before lie where this one will write.
         self._passes.accumulator.copy_aliased()
         _fill(graph, call, ticket)
+        random = _random_state(self._passes.device)
         graph.forward()
         context = CaptureContext(graph.layout)
         waiting = Pass(call, ticket, graph.layout, context, False, junction, [])
         clip = self._passes.accumulator.policy.bounds
-        waiting.replay = lambda: self._add(graph, clip)
-        # A term of the loss made from another output has no graph to go back through, and is refused there as ever.
+
+        def differentiate(upstream: Any) -> None:
+            if upstream is None:
+                self._add(graph, clip)
+            else:
+                self._run_again(call, ticket, random, upstream)
+
+        waiting.replay = differentiate
         output = map_tensors(graph.output, _detach if self._force else _copy_output)
-        return waiting.replace_loss(output, graph.loss, {}), waiting
+        beside = {id(t): t for t, _ in self._passes.beside_loss(output, ticket.rows, losses=False)}
+        return waiting.replace_loss(output, graph.loss, beside), waiting
+
+    def _run_again(self, call: Call, ticket: Ticket, random: torch.Tensor, upstream: Any) -> None:
+        """Run an ordinary pass in the place of a replay, which terms of its outputs have no graph to go back through."""
+        passes, after = self._passes, _random_state(self._passes.device)
+        _set_random_state(passes.device, random)
+        with torch.enable_grad():
+            output, _ = passes.run_forward(call, ticket, verify=False)
+        _set_random_state(passes.device, after)
+        tops = boundary.require_loss(output), *(t for t, _ in passes.beside_loss(output, ticket.rows, losses=False))
+        pairs = [(t, g) for t, g in zip(tops, upstream) if g is not None]
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
     def _add(self, graph: _Graph, clip: tuple[float, ...]) -> None:
         """Replay the backward pass, and add what it gave to the logical batch: sums clipped to the bounds ``clip``."""
@@ -340,6 +359,8 @@ class Graphs:
     def _recorded(self, trial: _Trial) -> _Graph:
         model, accumulator = self._passes.model, self._passes.accumulator
         trial.made.clear()
+        # What is known of these numbers from before would not be found again in a replay.
+        torch.autograd.graph.increment_version([t for _, t in leaves(trial.held)])
         with (
             keep_for_graph() as tables,
             torch.enable_grad(),

@@ -11,6 +11,8 @@ from fastdp.bench.meter import GPUS, META, HostWaits, simulated
 from fastdp.bench.simulate import CASES
 from fastdp.bench.workloads import Case
 
+import fastdp
+
 pytest.importorskip("triton")
 #: Small enough to be run for real, on a processor; without GQA and dropout, which it computes in another way.
 SMALL = {"layers": 6, "width": 64, "feed_forward": 128, "heads": 4, "key_heads": 4, "vocabulary": 256, "rows": 4}
@@ -153,6 +155,46 @@ def test_no_host_waits_in_a_later_step():
             step()
         with meter.measuring() as found:
             step()
+    assert found.launches > 0
+
+
+class Biased(torch.nn.Module):
+    """A linear layer whose weight is a choice of a table's rows by a buffer, as Swin's position biases are."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(9, 16))
+        self.register_buffer("index", torch.zeros(2, 4, dtype=torch.int64))
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.cross_entropy(x @ self.table[self.index.view(-1)].T, labels)}
+
+
+def test_no_host_waits_for_what_a_buffer_chooses():
+    rows = [{"x": torch.ones(16), "labels": torch.tensor(0)}] * 8
+    with simulated(GPUS["h100"]) as meter:
+        model = Biased().to(META)
+        options = {
+            "noise_multiplier": 1.0,
+            "target_delta": 1e-5,
+            "epochs": 9,
+            "self_check": False,
+            "sampling": "shuffled",
+        }
+        optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(rows, batch_size=8)
+        private = fastdp.make_private(model, optimizer, loader, capture=False, **options)
+
+        def step():
+            for batch in private.data_loader:
+                model(**{k: t.to(META, non_blocking=True) for k, t in batch.items()})["loss"].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        step()
+        step()
+        with meter.measuring() as found:
+            step()
+        private.detach()
     assert found.launches > 0
 
 

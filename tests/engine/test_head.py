@@ -224,6 +224,7 @@ def tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for module in (head, logits, heads):
         monkeypatch.setattr(module, "on_gpu", lambda weight: True)
     monkeypatch.setattr(head, "TILE", VOCABULARY)
+    monkeypatch.setattr(head, "HEAD_SPAN", 20)
     monkeypatch.setattr(head.ops, "cross_entropy_gradient_", noted)
     return made
 

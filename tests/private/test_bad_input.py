@@ -406,6 +406,41 @@ def test_gradients_that_were_not_clipped() -> None:
     assert weight.grad is None
 
 
+class Large(Classifier):
+    """Fills the device in one of its passes."""
+
+    when = ""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        def fill(_: torch.Tensor) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
+
+        hidden = self.first(x)
+        if self.when == "forward":
+            fill(x)
+        if self.when == "backward":
+            hidden.register_hook(fill)
+        return self.second(torch.tanh(hidden))
+
+
+@cases(
+    "rows, when, said",
+    [
+        (1, "forward", "too little memory for 1 row. Shorten"),
+        (4, "backward", "for 4 rows. Pass a smaller max_physical_batch_size"),
+    ],
+)
+def test_a_device_that_is_too_small_for_a_microbatch_or_one_example(rows: int, when: str, said: str) -> None:
+    model = Large()
+    private = start(model, loader(batch_size=rows), sampling="shuffled", self_check=False, **PRIVATE)
+    batches = iter(private.data_loader)
+    logical_step(private, batches)
+    model.when = when
+    with refused(torch.OutOfMemoryError, said, private):
+        logical_step(private, batches)
+    private.detach()
+
+
 def test_weights_whose_type_rounds_the_optimizers_eps_to_zero() -> None:
     model = Classifier().half()
     with refused(ValueError, "is torch.float16, which rounds the optimizer's eps of 1e-08 to zero", model=model):

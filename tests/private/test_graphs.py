@@ -5,6 +5,7 @@ import random
 import warnings
 from collections import deque
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -373,11 +374,60 @@ def test_recorded_passes_make_no_cache_and_the_models_setting_stays(monkeypatch)
     assert not any(made)
 
 
-def test_a_loss_made_from_another_output_of_a_replay_is_refused():
-    engine, batch = recorded()
-    output = engine.model(**batch)
-    with pytest.raises(RuntimeError, match="beside the model's own loss"):
-        (output.loss + output.logits.square().mean()).backward()
+@cases("alone", [False, True])
+def test_a_late_term_beside_the_loss_of_a_replay_has_an_ordinary_pass(alone):
+    sums, runs = [], []
+    for records in (None, runs):
+        engine, batch = engine_of(built(), tickets_of(8), records), batch_of()
+        for number in range(8):
+            output = engine.model(**batch)
+            term = output.logits.square().mean()
+            (output.loss if number < 5 else term if alone else output.loss + term).backward()
+            sums.append({name: total.clone() for name, total in engine.accumulator.sums.items()})
+            let_go(engine)
+        assert engine.graphs is None
+        engine.close()
+    require_equal((sums[:8], sums[8:]))
+    # The first term came to a replay, and nothing is replayed afterwards.
+    assert runs.count("forward") == runs.count("backward_to_shared") + 1 == TRIES + 4
+
+
+class Ordered(torch.nn.Module):
+    """A classifier whose matrix has rows of a table, in an order that comes with the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(9, 6))
+
+    def forward(self, x, labels, order):
+        logits = x @ self.table[order].T
+        return transformers.modeling_outputs.SequenceClassifierOutput(
+            loss=torch.nn.functional.cross_entropy(logits, labels), logits=logits
+        )
+
+
+def test_an_order_that_comes_with_the_batch_is_looked_up_anew_within_a_recording():
+    """A GPU refuses that, since the host would have to wait: a replay would go on with the order that was known."""
+    compared = []
+
+    def recorder(accumulator, runs):
+        record = again_on_a_processor(accumulator, runs)
+
+        def watched(function):
+            with mock.patch("torch.equal", wraps=torch.equal) as equal:
+                found = record(function)
+            compared.append([call.args[0].tolist() for call in equal.call_args_list])
+            return found
+
+        return watched
+
+    engine = engine_of(Ordered().train(), tickets_of(4), [], recorder)
+    batch = {"x": torch.randn(4, 6), "labels": torch.arange(4) % 3, "order": torch.tensor([4, 1, 7])}
+    for _ in range(4):
+        engine.model(**batch).loss.backward()
+        let_go(engine)
+    assert engine.route == "uses"
+    assert [4, 1, 7] in compared[0]
     engine.close()
 
 

@@ -20,6 +20,7 @@ from fastdp.private import graphs
 from fastdp.private.graphs import Graphs
 from fastdp.private.loader import LoaderOwner
 from fastdp.private.run import Private
+from fastdp.private.shapes import grid_size
 from tests.cases import cases
 from tests.engine.models import build
 from tests.engine.runs import Sums
@@ -108,6 +109,12 @@ def test_poisson_batches_are_recorded_to_their_ends(monkeypatch: pytest.MonkeyPa
     assert eager.microbatches["recorded"] == 0
     # Every microbatch has the padding's shape.
     assert {rows % 32 for rows in handed} == {0}
+
+
+def test_the_public_grid_adds_little() -> None:
+    lengths = range(8, 4097)
+    assert all(n <= grid_size(n) < 1.25 * n for n in lengths)
+    assert sum(map(grid_size, lengths)) <= 1.15 * sum(lengths)
 
 
 def test_a_batch_is_padded_to_what_its_own_length_says() -> None:

@@ -23,6 +23,7 @@ from fastdp.engine.uses.factors import Factors
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.logits import LOSS_CHUNK, TILE, Logits, Step, inputs, quiet, token_losses, widen
 from fastdp.engine.uses.use import CaptureContext
+from fastdp.ops.bounds import HEAD_SPAN
 from fastdp.ops.factors import INT64_MAX
 from fastdp.ops.heads import add_product_, cuts, even_rows, most_tokens, on_gpu
 from fastdp.ops.placed import CONSTANTS
@@ -158,7 +159,7 @@ class HeadFactors(Factors):
 
     def rounding(self) -> ops.Rounding:
         """The arithmetic of tiles."""
-        return ops.Rounding(self.right)
+        return ops.Rounding(self.right, span=HEAD_SPAN)
 
     def lengths(self, layout: Layout) -> torch.Tensor:
         """As `Factors.lengths`, by how each token's loss counts."""
@@ -320,14 +321,13 @@ class _Norms:
 
     def measure(self, units: slice, tile: torch.Tensor, hidden: torch.Tensor, offsets: torch.Tensor) -> None:
         """By Gram matrices, or directly where a unit is long or their rounding may hide too much."""
-        sizes = tile.shape[1], hidden.shape[1]
-        most = INT64_MAX if on_gpu(tile) else longest_by_gram(*sizes)
-        squares, products = (found[0].double() for found in ops.gram_norms([tile], [hidden], [1], offsets, most))
-        every, tokens = ops.row_products(tile, hidden, offsets)
-        long = tokens > most
-        products = torch.where(long, every, products)
-        gram = ops.Rounding(tile, hidden).gram(*sizes)
-        imprecise = long | (gammas([gram], tokens)[0] * products.square() > REMEASURED * squares)
+        wide, narrow = tile.shape[1], hidden.shape[1]
+        span, most = (HEAD_SPAN, INT64_MAX) if on_gpu(tile) else (wide, longest_by_gram(wide, narrow))
+        parts = list(tile.split(span, 1))
+        squares = ops.gram_norms(parts, [hidden], [len(parts)], offsets, most)[0].double().sum(0)
+        products, tokens = ops.row_products(tile, hidden, offsets)
+        gram = ops.Rounding(tile, hidden, span=HEAD_SPAN).gram(wide, narrow)
+        imprecise = (tokens > most) | (gammas([gram], tokens)[0] * products.square() > REMEASURED * squares)
         if imprecise.device.type != "cpu" or bool(imprecise.any()):
             squares = torch.where(
                 imprecise, ops.chosen_sqnorm([tile], [hidden], offsets, imprecise[None])[0].double(), squares

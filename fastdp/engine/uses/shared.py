@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastdp.calls.batches import tensors
+from fastdp.calls.choices import chosen_sides
 from fastdp.calls.named import functions
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.uses.experts import ExpertFactors
@@ -206,25 +206,11 @@ def _value(argument: Any) -> torch.Tensor:
 
 
 def _through_index(own: Pull, func: Any, first: torch.Tensor, args: Any, kwargs: Any, part: int | None) -> Pull | None:
-    """Through a choice of whole rows and columns, found by doing the same to their numbers."""
-    if first.dim() < 2:
+    """Through a choice of whole rows and columns."""
+    choice = chosen_sides(func, first, args, kwargs, part)
+    if choice is None:
         return None
-    shape = first.shape
-    # The numbers lie on the host unless an index lies elsewhere.
-    device = next((t.device for t in tensors((args[1:], kwargs)) if t.dim()), torch.device("cpu"))
-    sizes = shape[0], shape[1:].numel()
-    of_rows = torch.arange(sizes[0], device=device).view(-1, *[1] * (len(shape) - 1)).expand(shape)
-    of_columns = torch.arange(sizes[1], device=device).view(1, *shape[1:]).expand(shape)
-    done = [func(t, *args[1:], **kwargs) for t in (of_rows, of_columns)]
-    rows, columns = ((d if part is None else d[part]).flatten(1) for d in done)
-    swapped = not _constant(rows, 1)
-    rows, columns = (rows.t(), columns.t()) if swapped else (rows, columns)
-    if not rows.numel() or not (_constant(rows, 1) and _constant(columns, 0)):
-        return None
-    chosen = [
-        None if torch.equal(index, torch.arange(size, device=device)) else index
-        for index, size in zip((rows[:, 0], columns[0]), sizes)
-    ]
+    swapped, chosen, sizes = choice
 
     def pull(factors: Factors) -> list[tuple[torch.nn.Parameter, Factors]]:
         given = reversed(factors.sides) if swapped else factors.sides
@@ -235,11 +221,6 @@ def _through_index(own: Pull, func: Any, first: torch.Tensor, args: Any, kwargs:
         return own(factors.moved(first, second, turned=swapped))
 
     return pull
-
-
-def _constant(numbers: torch.Tensor, axis: int) -> bool:
-    """Whether the numbers do not change along an axis."""
-    return numbers.stride(axis) == 0 or torch.equal(numbers, numbers.narrow(axis, 0, 1).expand_as(numbers))
 
 
 def _through_parts(parts: Any, dim: Any) -> Pull | None:

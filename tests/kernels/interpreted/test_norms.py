@@ -135,7 +135,7 @@ def test_gram_matrices_of_described_factors(monkeypatch):
     right[135:144] = float("nan")
     found = []
     for described in (False, True):
-        monkeypatch.setattr(gram, "enable_descriptors", lambda device, own=described: own)
+        monkeypatch.setattr(launch, "has_wide_tiles", lambda device, own=described: own)
         norms, products = gram.gram_norms(lefts, [right], [2], offsets)
         assert norms.isfinite().tolist() == [[True, True, False, True]] * 2
         for left, own in zip(lefts, norms):
@@ -144,6 +144,24 @@ def test_gram_matrices_of_described_factors(monkeypatch):
         found += [norms, products]
     for one, other in zip(found[:2], found[2:]):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("rows", "described"), [("apart", True), ("windows", False), ("expanded", False)])
+def test_rows_that_share_memory_are_not_described(rows, described, monkeypatch):
+    """Windows of one sequence, as unfolded convolutions have, and one row for every token: read, but not by the copy engine."""
+    strides, offsets, found = {"apart": 24, "windows": 8, "expanded": 0}[rows], offsets_of((64, 128)), []
+    left = factor(1, 24 * 192, 0, torch.bfloat16).as_strided((192, 24), (strides, 1))
+    right, weights, out = factor(192, 40, 1, torch.bfloat16), torch.tensor([[0.5, 1.5]]), torch.zeros(24, 40)
+    monkeypatch.setattr(launch, "has_wide_tiles", lambda device: True)
+    enable = launch.enable_descriptors
+    for module in (gram, weighted):
+        monkeypatch.setattr(module, "enable_descriptors", lambda *given: (found.append(enable(*given)), found[-1])[1])
+    norms, _ = gram.gram_norms([left], [right], [1], offsets)
+    weighted.weighted_sums_([out], [left], [right], weights, offsets, [False])
+    each = gradients(left, right, offsets)
+    assert relative_error(norms[0], each.square().sum((1, 2))) <= BOUND
+    torch.testing.assert_close(out.double(), torch.einsum("b,bmn->mn", weights[0].double(), each), rtol=1e-5, atol=1e-4)
+    assert found == [described] * 2
 
 
 def test_a_nan_stays_in_its_unit():

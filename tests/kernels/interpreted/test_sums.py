@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fastdp.kernels import affine, sums, weighted
+from fastdp.kernels import affine, launch, sums, weighted
 from fastdp.kernels.blocks import COUNT_MASK, UNIT_SHIFT, blocks_of
 from fastdp.kernels.onehot import onehot_weighted_sum_
 from fastdp.kernels.sums import weighted_sum_
@@ -203,7 +203,7 @@ def test_sums_of_many_units_are_made_of_parts(as_on_a_gpu, monkeypatch):
 @pytest.mark.parametrize("lengths", [(64, 128, 64), (64, 100, 30)])
 def test_described_factors_are_left_out_with_weight_0(lengths, monkeypatch):
     """Full blocks go by the copy engine, others by masked loads; a unit of weight 0 may hold NaN."""
-    monkeypatch.setattr(weighted, "enable_descriptors", lambda device: True)
+    monkeypatch.setattr(launch, "has_wide_tiles", lambda device: True)
     offsets, tokens = offsets_of(lengths), sum(lengths)
     left, right = factor(tokens, 24, 0, torch.bfloat16), factor(tokens, 40, 1, torch.bfloat16)
     weights = torch.tensor([[0.5, 0.0, 1.5]])
