@@ -73,7 +73,7 @@ def test_lora_run_writes_everything_and_loads_in_plain_peft(config, model_folder
 
 
 def test_micro_batches_are_recorded_by_default_where_a_run_may(config, tmp_path, monkeypatch):
-    from fastdp.private import graphs
+    from fastdp.private import recorder
 
     recorded = []
 
@@ -83,7 +83,7 @@ def test_micro_batches_are_recorded_by_default_where_a_run_may(config, tmp_path,
 
     monkeypatch.setattr(run, "_device", lambda config: torch.device("cpu"))
     monkeypatch.setattr("fastdp.builder.refuse_capture", lambda *args, **options: None)
-    monkeypatch.setattr(graphs, "_cuda_recorder", no_recorder)
+    monkeypatch.setattr(recorder, "_cuda_recorder", no_recorder)
     # Micro-batches of one shape, so that one of each comes again.
     config = replace(config, shapes="public", eval=None)
     finetune(replace(config, capture=False, output=str(tmp_path / "eager")))

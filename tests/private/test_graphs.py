@@ -17,7 +17,6 @@ from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.uses.layout import Ticket
-from fastdp.private import graphs
 from fastdp.private.graphs import Graphs
 from fastdp.verify import Checks
 from tests.cases import cases
@@ -157,7 +156,7 @@ def test_a_changed_model_or_clip_is_not_replayed(alter):
 
 def test_a_model_that_reads_what_a_replay_would_not_is_not_recorded(monkeypatch):
     """Hooks, a count of passes, and numbers drawn on the host."""
-    monkeypatch.setattr(graphs, "MAX_TIME_SHARE", float("inf"))
+    monkeypatch.setattr("fastdp.private.recorder.MAX_TIME_SHARE", float("inf"))
 
     def count(module, args):
         module.passes = getattr(module, "passes", 0) + 1
@@ -179,7 +178,7 @@ def test_a_model_that_reads_what_a_replay_would_not_is_not_recorded(monkeypatch)
 
 @cases("most, recorded", [(float("inf"), True), (0.0, False)])
 def test_a_recording_that_is_not_faster_is_let_go_of(most, recorded, monkeypatch):
-    monkeypatch.setattr(graphs, "MAX_TIME_SHARE", most)
+    monkeypatch.setattr("fastdp.private.recorder.MAX_TIME_SHARE", most)
     engine = engine_of(built(), tickets_of(8), [], force=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -213,7 +212,7 @@ def test_a_pass_that_finds_no_memory_lets_go_of_the_graphs_and_runs_again():
 
 
 def test_outputs_beside_the_loss_are_the_users_own_unless_recording_was_asked_for(monkeypatch):
-    monkeypatch.setattr(graphs, "MAX_TIME_SHARE", float("inf"))
+    monkeypatch.setattr("fastdp.private.recorder.MAX_TIME_SHARE", float("inf"))
     for force in (True, False):
         engine = engine_of(built(), tickets_of(6), [], force=force)
         held = []
@@ -319,7 +318,7 @@ def test_a_policy_that_changes_before_the_backward_pass_of_a_replay_is_refused()
 
 
 def test_checkpointed_passes_are_replayed_and_recorded_without_reading_random_states(monkeypatch):
-    monkeypatch.setattr(graphs, "MAX_TIME_SHARE", float("inf"))
+    monkeypatch.setattr("fastdp.private.recorder.MAX_TIME_SHARE", float("inf"))
     case, results, runs, read = (
         dataclasses.replace(CASE, checkpointed=True),
         [],

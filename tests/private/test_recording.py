@@ -16,7 +16,6 @@ from transformers import BertForSequenceClassification
 
 import fastdp
 from fastdp.data import Collator
-from fastdp.private import graphs
 from fastdp.private.graphs import Graphs
 from fastdp.private.loader import LoaderOwner
 from fastdp.private.run import Private
@@ -52,7 +51,7 @@ def record_on_a_processor(monkeypatch: pytest.MonkeyPatch, record: Any = again_o
 
     monkeypatch.setattr("fastdp.builder.Graphs", opened)
     monkeypatch.setattr("fastdp.builder.refuse_capture", lambda *args, **options: None)
-    monkeypatch.setattr(graphs, "MAX_TIME_SHARE", float("inf"))
+    monkeypatch.setattr("fastdp.private.recorder.MAX_TIME_SHARE", float("inf"))
 
 
 def run(
