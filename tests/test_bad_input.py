@@ -72,6 +72,7 @@ def _files(root):
     (root / "good.csv").write_text(f"text,label,number\n{rows}")
     contents = {
         "blank.csv": "text,label,number\nfine,often,1\n,often,1\n" + rows,
+        "chat.jsonl": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
         "typo.yaml": "lerning_rate: 1\n",
         "blank.txt": "\n\n",
     }
@@ -135,6 +136,7 @@ def options(method, given):
 
 FILES = [
     bad_file("absent.csv", "no file", "absent.csv"),
+    bad_file("chat.jsonl", "no chat template", "chat_template.jinja"),
     bad_file("empty-folder", "is a folder", "save_to_disk"),
     Case("held-out file", "no file", "absent.jsonl", {"eval": "absent.jsonl"}),
     Case("unknown label", "label '(often|seldom)' is not one of", "labels: yes, no", {**LABELS, "labels": "yes,no"}),
