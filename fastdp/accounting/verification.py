@@ -376,9 +376,10 @@ def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
     ended = ledger.closed_in_order and all(body["record"] in ("close", "note") for body in history.bodies[written:])
     if ended and "steps" in card and card["steps"] != counts:
         raise _Refused(f"the card states the steps {card['steps']}, but the ledger counts {counts}")
-    begun = ledger.header.get("mechanism")
-    if others := isinstance(begun, str) and sorted(card["mechanism"].keys() - ledger.header.keys() - {"name"}):
-        left.append(f"settings of the mechanism that the ledger does not hold: {', '.join(map(quote, others))}")
+    if isinstance(ledger.header.get("mechanism"), str):
+        lacking = sorted(card["mechanism"].keys() - ledger.header.keys() - {"name"})
+        if lacking:
+            left.append(f"settings of the mechanism that the ledger does not hold: {', '.join(map(quote, lacking))}")
     return left + [
         f"what the ledger notes after the card was written: {body['name']} ({body['digest']})"
         for body in history.bodies[written:]
@@ -428,8 +429,8 @@ def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str
     for claim in map(read_claim, claims(card)):
         if isinstance(claim, ExternalClaim):
             found.append(f"what {claim.card} certifies: {claim.promise}")
-    known = {*ENVELOPE, *_GAUSSIAN, *(_RUN if "steps" in card else ()), *_CLAIMED}
-    described = [*([] if ledger else ["mechanism"]), *sorted(card.keys() - known)]
+    rests = {*ENVELOPE, *_GAUSSIAN, *(_RUN if "steps" in card else ()), *_CLAIMED}
+    described = [*([] if ledger else ["mechanism"]), *sorted(card.keys() - rests)]
     if described:
         found.append(f"settings and counts that nothing here recomputes: {', '.join(map(quote, described))}")
     if earlier := card.get("earlier_releases"):

@@ -79,7 +79,7 @@ def _data_errors(field: str | None, kwargs: Mapping[str, Any]) -> Iterator[None]
         own = isinstance(error, ValueError)
         if isinstance(error, StopIteration) or (own and "torch.cat" in str(error)):
             raise ValueError("train_dataset holds no example: raise max_length if it cut every one") from error
-        first = next(iter(rows), {})
+        first: Mapping[str, Any] = next(iter(rows), {})
         needs = ["prompt"] if "prompt" in first else []
         needs += ["chosen", "rejected"] if field is None else ["completion"] if needs else [field]
         needs = ["messages"] if field is not None and "messages" in first else needs
