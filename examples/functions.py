@@ -34,13 +34,21 @@ def write(folder: Path) -> int:
     rows = list(functions())
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "messages.jsonl", "w", encoding="utf-8") as file:
-        for module, name, answer in rows:
-            turns = {"user": f"What does {module}.{name} do?", "assistant": answer}
-            messages = [{"role": role, "content": content} for role, content in turns.items()]
+        for number, (module, name, answer) in enumerate(rows):
+            messages = [{"role": "user", "content": f"What does {module}.{name} do?"}]
+            if number % 2:
+                # The assistant looks it up with a tool first.
+                call = {"type": "function", "function": {"name": "help", "arguments": {"of": f"{module}.{name}"}}}
+                messages += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+                messages += [{"role": "tool", "name": "help", "content": answer}]
+            messages.append({"role": "assistant", "content": answer})
             file.write(json.dumps({"messages": messages}) + "\n")
     task = "Say what this function does."
     alpaca = [{"instruction": task, "input": f"{module}.{name}", "output": answer} for module, name, answer in rows]
-    (folder / "alpaca.json").write_text(json.dumps(alpaca, indent=1), encoding="utf-8")
+    # Two shards in UTF-16, whose lines end as on an old Mac.
+    for shard in range(2):
+        text = json.dumps(alpaca[shard::2], indent=1, ensure_ascii=False)
+        (folder / f"alpaca-{shard}.json").write_text(text, encoding="utf-16", newline="\r")
     with open(folder / "functions.csv", "w", newline="", encoding="latin-1", errors="replace") as file:
         csv.writer(file, delimiter=";").writerows([("module", "name", "answer"), *rows])
     try:

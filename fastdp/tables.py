@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import codecs
 import csv
 import glob
 import io
@@ -24,6 +25,8 @@ _PARQUET = ".parquet"
 #: they are billions.
 _MOST_VALUES, _MOST_TEXT = 100, 1000
 _MANY_VALUES, _MUCH_TEXT = 1 << 24, 1 << 30
+#: Codecs of names and of escapes, not of texts.
+_OTHER_CODECS = ("idna", "punycode", "unicode-escape", "raw-unicode-escape", "undefined")
 
 
 class DataError(ValueError):
@@ -212,7 +215,18 @@ def _join_tables(path: Path, tables: Sequence[Rows]) -> Rows:
     )
 
 
+def check_encoding(encoding: str) -> None:
+    """Raise DataError for what is no encoding of texts."""
+    try:
+        known = "".encode(encoding) is not None and codecs.lookup(encoding).name not in _OTHER_CODECS
+    except (LookupError, ValueError):
+        known = False
+    if not known:
+        raise DataError(f"encoding {quote(encoding)} is not known: write utf-8, latin-1 or utf-16")
+
+
 def _decode(path: Path, encoding: str) -> str:
+    check_encoding(encoding)
     try:
         with open_regular(path) as file:
             content = file.read()
@@ -225,8 +239,6 @@ def _decode(path: Path, encoding: str) -> str:
         line = content[: error.start].decode(encoding, "replace").count("\n") + 1
         found = content[error.start] if error.start < len(content) else 0
         raise DataError(f"{path}, line {line}: not {encoding.upper()} text (byte {found:#04x}): {advice}") from None
-    except LookupError:
-        raise DataError(f"encoding {quote(encoding)} is not known: write utf-8, latin-1 or utf-16") from None
     except UnicodeError:
         raise DataError(f"{path}: not {encoding.upper()} text: {advice}") from None
     if "\0" in text:

@@ -26,8 +26,8 @@ from fastdp.validate import integer, positive
 
 #: What stands in JSON for an infinite epsilon.
 INFINITE = "inf"
-#: Relative room for the rounding of another machine's Fourier transform.
-ROOM = 1e-6
+#: Relative room for the rounding of another machine's Fourier transform, and for another version's looser figure.
+ROOM, LOOSER = 1e-6, 0.01
 
 
 class UnsupportedFigure(ValueError):
@@ -162,15 +162,21 @@ class Gaussian(Claim):
         if claimed < found * (1 - ROOM):
             reason = f"the card claims epsilon {claimed:.6g} but its event costs {found:.6g} at delta {self.delta:g}"
             raise UnsupportedFigure(reason, claimed, found)
+        if "kind" in fields and claimed > found * (1 + LOOSER):
+            reason = (
+                f"the card claims epsilon {claimed:.6g}, more than the {found:.6g} of its event at delta {self.delta:g}"
+            )
+            raise UnsupportedFigure(reason, claimed, found)
         # Claims of the first version have no kind, and state less.
         if "kind" in fields:
             self._check_account(fields["epsilon"], bound, claimed)
         for rate, most in self._membership().items():
             stated = fields.get("membership", {}).get(rate, None if "kind" in fields else 1.0)
-            if not (isinstance(stated, (int, float)) and 1 >= stated >= most * (1 - ROOM)):
+            highest = min(1.0, most * (1 + LOOSER)) if "kind" in fields else 1.0
+            if not (isinstance(stated, (int, float)) and highest >= stated >= most * (1 - ROOM)):
                 raise UnsupportedFigure(
                     f"the card states the true-positive rate {stated!r} at a false-positive rate of {rate}, but its event "
-                    f"allows {most:.4g}",
+                    f"gives {most:.4g}",
                     claimed,
                     found,
                 )
@@ -182,7 +188,7 @@ class Gaussian(Claim):
         if stated.get("accountant") != self._accountant:
             found = f"{self._accountant}, not {quote(stated.get('accountant'))}"
             raise UnsupportedFigure(f"the accountant of its event is {found}", claimed, float(bound))
-        grid = stated.get("grid")
+        grid = stated["grid"]
         if not (grid == bound.interval or isinstance(grid, float) and math.isclose(grid, bound.interval or 0)):
             raise UnsupportedFigure(
                 f"the grid of its event is {bound.interval}, not {quote(grid)}", claimed, float(bound)

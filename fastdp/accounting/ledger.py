@@ -444,8 +444,9 @@ def _compare(ledger: Ledger, header: Mapping[str, Any], event: EventModel, path:
     """Raise ValueError where a run that is continued differs from the one that began: one card speaks for both."""
     # As the file holds them: tuples are lists there.
     given = json.loads(canonical(dict(header)))
-    # Ledgers that say nothing of it were begun when there was no choice; of shapes, when a ledger did not say.
-    begun = {"noise_rounds": 20, "shapes": given.get("shapes"), **ledger.header}
+    # Ledgers that say nothing of it were begun when there was no choice; of the others, when a ledger did not say.
+    later = ("shapes", "sampling", "noise_multiplier", "sequence_length", "reuse")
+    begun = {"noise_rounds": 20, **{key: given.get(key) for key in later}, **ledger.header}
     changed = [key for key in header if key != "run_id" and begun.get(key) != given[key]]
     if not changed and ledger.kinds[STEP] != event:
         changed = ["noise or sampling"]

@@ -25,8 +25,8 @@ from fastdp.accounting.claim import ROOM, CheckedFigures, ExternalClaim, Gaussia
 from fastdp.accounting.events import CONSTANT, Flat, dpsgd_model, flatten
 from fastdp.accounting.exports import read_export
 from fastdp.accounting.journal import LedgerError, read as read_records
-from fastdp.accounting.ledger import Ledger
-from fastdp.accounting.page import claims
+from fastdp.accounting.ledger import STEP, Ledger
+from fastdp.accounting.page import ENVELOPE, claims
 from fastdp.accounting.weights import digests_of, model_files
 from fastdp.untrusted import parse_json_object, quote, read_bytes
 
@@ -58,6 +58,10 @@ _SAMPLINGS = ("poisson", "shuffled")
 _MOST_CLAIMS = 16
 #: What a ledger's header and a card both state.
 _IN_BOTH = ("unit", "adjacency", "sampling", "sample_rate", "dataset_size", "noise_multiplier")
+#: Further fields of claims and runs that are worked out again or compared.
+_CLAIMED = ("kind", "membership", "budget", "bound", "distance", "sample_rate", "files", "earlier_releases")
+#: What a ledger's header alone states.
+_BEGUN_WITH = ("mechanism", "flaws", "unchecked_records", "noise_rounds", "shapes", "fingerprint")
 #: Prefixes of a ledger's notes that are expected after the card: digests of a preparation's outcome, or of the data.
 _OUTCOMES = ("preparation-", "data")
 
@@ -130,7 +134,7 @@ def verify(
             _check_weights(fields, Path(weights))
         if ledger is not None:
             caveats += _check_ledger(fields, Path(ledger))
-        unchecked = (*caveats, *_unchecked(fields, weights is not None, ledger is not None))
+        unchecked = (*_unchecked(fields, weights is not None, ledger is not None), *caveats)
     except UnsupportedFigure as error:
         return VerificationResult(False, False, error.claimed, error.recomputed, str(error))
     except (KeyError, AttributeError, IndexError) as error:
@@ -201,6 +205,8 @@ def _check_claims(card: Mapping[str, Any]) -> list[CheckedFigures]:
         raise _Refused(f"the card is malformed: also is no list of at most {_MOST_CLAIMS} claims")
     found = []
     for number, fields in enumerate((card, *also)):
+        if card["version"] == VERSION and "kind" not in fields:
+            raise _Refused("the card is malformed: a claim of it has no kind")
         claim = read_claim(fields)
         if not void and not number and card["guarantee"] != claim.guarantee:
             raise _Refused(f"the card names its guarantee {card['guarantee']!r}, but its claim is {claim.guarantee!r}")
@@ -235,14 +241,16 @@ def _check_facts(card: Mapping[str, Any]) -> None:
         "eta": None if card.get("nats_per_distance") else eta,
         "epsilon_of_a_token": card.get("epsilon_of_a_token"),
         "mechanism": mechanism.get("epsilon"),
-        "settings": settings.get("epsilon") if settings.get("name") == mechanism["name"] else None,
+        "settings": settings.get("epsilon") if settings.get("name", mechanism["name"]) == mechanism["name"] else None,
     }
     for name, stated in figures.items() if of_a_unit is not None else ():
         if stated is not None and stated != of_a_unit:
             raise _Refused(f"the card states {name} {quote(stated)}, but the bound of a unit is {of_a_unit!r}")
+    if settings.get("mechanism", mechanism.get("form")) != mechanism.get("form", settings.get("mechanism")):
+        raise _Refused("the card states two forms of its mechanism")
     source = card["noise_source"]
     known = source.get("generator") in ("ChaCha20", "ChaCha12") and source.get("key") == SYSTEM_KEY
-    if source and source.get("key") != UNSAFE_KEY and not known:
+    if (source or of_a_unit is not None) and source.get("key") != UNSAFE_KEY and not known:
         raise _Refused("the card is malformed: its noise_source names no generator and key that this package has")
 
 
@@ -253,6 +261,8 @@ def _check_run(card: Mapping[str, Any], flat: Flat) -> None:
         raise _Refused("the card is malformed: its spent steps are not a count")
     if card["version"] == VERSION:
         _check_stated(card)
+        if card["sampling"] not in _SAMPLINGS:
+            _check_unsampled(card, flat)
     if spent == 0 or multiplier == 0 or not flat.private or not isinstance(rate, (int, float)) or not 0 < rate <= 1:
         return
     if card["sampling"] not in _SAMPLINGS:
@@ -273,6 +283,22 @@ def _check_run(card: Mapping[str, Any], flat: Flat) -> None:
         raise _Refused(f"the card states {spent} steps, but its event holds fewer at that multiplier")
 
 
+def _check_unsampled(card: Mapping[str, Any], flat: Flat) -> None:
+    """Refuse a run without sampling whose steps, at the multipliers that it states, are not the releases of its event."""
+    steps, multiplier = card["steps"], card["noise_multiplier"]
+    levels = card["mechanism"].get("noise_std_over_max_norm", [multiplier] * steps["planned"])
+    if card["sample_rate"] is not None or flat.sampled:
+        raise _Refused(f"the card states a sample rate, but {quote(card['sampling'])} as its sampling")
+    if multiplier not in levels or len(levels) != steps["planned"]:
+        raise _Refused("the card's noise multiplier and planned steps are not those of its noise")
+    if not flat.private:
+        return
+    costs = sorted(1 / level**2 for level in levels)
+    least, most = sum(costs[: steps["spent"]]), sum(costs[len(costs) - steps["spent"] :])
+    if not least * (1 - ROOM) <= flat.mu_squared <= most * (1 + ROOM):
+        raise _Refused(f"the card states {steps['spent']} steps, but its event holds others at its multipliers")
+
+
 def _check_stated(card: Mapping[str, Any]) -> None:
     """Refuse a run's card that lacks a fact, or a sentence that follows from its facts."""
     steps, model, source = card["steps"], card["model"], card["noise_source"]
@@ -281,12 +307,13 @@ def _check_stated(card: Mapping[str, Any]) -> None:
         raise _Refused("the card is malformed: its planned steps are no count, or fewer than the spent ones")
     if source.get("key") == SYSTEM_KEY and not isinstance(source.get("secure_rounding"), bool):
         raise _Refused("the card is malformed: noise_source says nothing of secure_rounding")
-    if card["sampling"] in _SAMPLINGS:
-        counts = [model.get("trained_parameters"), model.get("processes", 1)]
-        if not isinstance(model.get("name"), str) or any(type(count) is not int or count < 1 for count in counts):
-            raise _Refused("the card is malformed: its model lacks a name or a count of parameters or processes")
-        if not isinstance(card.get("sample_rate"), (int, float)):
-            raise _Refused("the card is malformed: sample_rate is missing or of the wrong type")
+    sampled = card["sampling"] in _SAMPLINGS
+    # A model behind an API, or a frozen one, has no trained parameters.
+    counts = [model.get("trained_parameters"), model.get("processes", 1)]
+    if not isinstance(model.get("name"), str) or any(type(count) is not int or count < sampled for count in counts):
+        raise _Refused("the card is malformed: its model lacks a name or a count of parameters or processes")
+    if not isinstance(card.get("sample_rate", ""), (int, float) if sampled else (int, float, type(None))):
+        raise _Refused("the card is malformed: sample_rate is missing or of the wrong type")
     facts = (card["sampling"], card["adjacency"], card["dataset_size"])
     follows = assumptions_of(*facts, source)
     if set(card["assumptions"]) & {*assumptions_of(*facts, {})} - {*follows}:
@@ -343,10 +370,16 @@ def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
             raise _Refused(f"{path} counts releases that the card's event does not hold")
         left.append("releases that the ledger had reserved and may not have made: it was not closed")
     written = len(history.bodies) if head is None else history.digests.index(head) + 1
-    counts = {"planned": ledger.budget_steps, "spent": ledger.spent_steps}
+    # Without sampling each level of noise is a kind of its own.
+    kinds = [STEP] if card.get("sampling") in _SAMPLINGS else list(ledger.kinds)
+    counts = {"planned": sum(map(ledger.budget, kinds)), "spent": sum(map(ledger.spent, kinds))}
     ended = ledger.closed_in_order and all(body["record"] in ("close", "note") for body in history.bodies[written:])
-    if ended and card.get("sampling") in _SAMPLINGS and card["steps"] != counts:
+    if ended and "steps" in card and card["steps"] != counts:
         raise _Refused(f"the card states the steps {card['steps']}, but the ledger counts {counts}")
+    if isinstance(ledger.header.get("mechanism"), str):
+        lacking = sorted(card["mechanism"].keys() - ledger.header.keys() - {"name"})
+        if lacking:
+            left.append(f"settings of the mechanism that the ledger does not hold: {', '.join(map(quote, lacking))}")
     return left + [
         f"what the ledger notes after the card was written: {body['name']} ({body['digest']})"
         for body in history.bodies[written:]
@@ -358,9 +391,10 @@ def _check_described(card: Mapping[str, Any], header: Mapping[str, Any]) -> None
     begun, stated = header.get("mechanism"), card["mechanism"]
     if begun is not None and begun != (stated if isinstance(begun, dict) else stated.get("name")):
         raise _Refused("the card states another mechanism than the ledger was begun with")
-    for key in stated.keys() & header.keys() - {"mechanism"}:
-        if stated[key] != header[key]:
-            raise _Refused(f"the card states {key} {quote(stated[key])}, but the ledger was begun with {header[key]!r}")
+    for key in header.keys() - card.keys() - {*_BEGUN_WITH}:
+        if stated.get(key) != header[key]:
+            found = quote(stated.get(key))
+            raise _Refused(f"the card states {key} {found}, but the ledger was begun with {header[key]!r}")
     model = card.get("model")
     for key in ("fingerprint", "name"):
         known = header.get("fingerprint" if key == "fingerprint" else "model")
@@ -395,6 +429,10 @@ def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str
     for claim in map(read_claim, claims(card)):
         if isinstance(claim, ExternalClaim):
             found.append(f"what {claim.card} certifies: {claim.promise}")
+    rests = {*ENVELOPE, *_GAUSSIAN, *(_RUN if "steps" in card else ()), *_CLAIMED}
+    described = [*([] if ledger else ["mechanism"]), *sorted(card.keys() - rests)]
+    if described:
+        found.append(f"settings and counts that nothing here recomputes: {', '.join(map(quote, described))}")
     if earlier := card.get("earlier_releases"):
         found.append(f"what {len(earlier)} earlier releases of the same data cost: their cards add to this one's")
     if not weights and "model" in card:

@@ -12,6 +12,7 @@ import yaml
 
 import fastdp.files as files
 from fastdp.settings import TYPE_WORDS, check, choices_of, setting, suggest_name, types_of
+from fastdp.tables import DataError, check_encoding
 from fastdp.untrusted import MAX_YAML, parse_yaml, quote, read_text
 
 
@@ -182,9 +183,9 @@ class FinetuneConfig:
                     f"private_metrics must lie between 0 and epsilon, which it is a share of, not be {self.private_metrics}"
                 )
         try:
-            "".encode(self.encoding)
-        except (LookupError, UnicodeError):
-            raise ConfigError(f"encoding {quote(self.encoding)} is not known: write utf-8, latin-1 or utf-16") from None
+            check_encoding(self.encoding)
+        except DataError as error:
+            raise ConfigError(str(error)) from None
         self._check_users()
         if self.noise_rounds not in (20, 12):
             raise ConfigError(f"noise_rounds is {self.noise_rounds}: it must be 20 or 12")

@@ -47,6 +47,9 @@ _WORDING = {
     r"\buser_ids\b": "user_id_column",
     r"^epochs is": "num_train_epochs is",
     r"^batch_size (?=\d)": "per_device_train_batch_size ",
+    r"^(?:No valid checkpoint found in output directory \(|Can't find a valid checkpoint at )(.*?)\)?$": (
+        r"\1 holds no checkpoint: leave resume_from_checkpoint out, and give another output_dir if a ledger is there"
+    ),
 }
 
 

@@ -6,7 +6,8 @@ and callbacks are trl's; a training step is the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -68,6 +69,35 @@ class PackingCollator:
         }
 
 
+@contextmanager
+def _data_errors(field: str | None, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Meanwhile trl's errors about rows name row, column and argument; ``field`` is dataset_text_field, None of pairs."""
+    rows: Any = kwargs.get("train_dataset") or ()
+    try:
+        yield
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
+        own = isinstance(error, ValueError)
+        if isinstance(error, StopIteration) or (own and "torch.cat" in str(error)):
+            raise ValueError("train_dataset holds no example: raise max_length if it cut every one") from error
+        first: Mapping[str, Any] = next(iter(rows), {})
+        needs = ["prompt"] if "prompt" in first else []
+        needs += ["chosen", "rejected"] if field is None else ["completion"] if needs else [field]
+        needs = ["messages"] if field is not None and "messages" in first else needs
+        template = getattr(kwargs.get("processing_class"), "chat_template", "")
+        if not template and any(isinstance(first.get(name), list) for name in needs):
+            raise ValueError(
+                "The tokenizer has no chat template. Set it, or give texts in place of messages."
+            ) from error
+        for number, row in enumerate(() if own else rows):
+            for name in needs:
+                if name not in row:
+                    what = f"dataset_text_field is {name!r}" if name == field else f"train_dataset needs {name!r}"
+                    raise ValueError(f"{what}, which no example has: its columns are {', '.join(row)}") from error
+                if not isinstance(row[name], (str, list)):
+                    raise ValueError(f"{name!r} of row {number} in train_dataset is no text: leave it out") from error
+        raise
+
+
 class DPSFTTrainer(PrivateTraining, SFTTrainer):
     """`trl.SFTTrainer` that trains privately; see `PrivateTraining`.
 
@@ -96,7 +126,8 @@ class DPSFTTrainer(PrivateTraining, SFTTrainer):
             evaluates = arguments.eval_packing
             arguments.packing, arguments.eval_packing = False, False
         try:
-            super().__init__(*args, **kwargs)
+            with _data_errors(getattr(arguments, "dataset_text_field", "text"), kwargs):
+                super().__init__(*args, **kwargs)
         finally:
             if self._packs:
                 arguments.packing, arguments.eval_packing = True, evaluates
@@ -203,6 +234,10 @@ class DPDPOTrainer(PrivateTraining, DPOTrainer):
         "f_divergence_type": ("reverse_kl", "only the plain losses of pairs are known to the engine"),
         "padding_free": (False, "rows are pairs, and padded"),
     }
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        with _data_errors(None, kwargs):
+            super().__init__(*args, **kwargs)
 
     def _check_arguments(self, arguments: TrainingArguments, kwargs: dict[str, Any]) -> None:
         super()._check_arguments(arguments, kwargs)

@@ -6,7 +6,6 @@ batches of real examples that add to no sum: one alone, together with others, be
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -204,8 +203,9 @@ class LoopCheck:
         if moved or any(outcome.start != one.start for outcome in others):
             self.undecided = True
         elif self._repeats:
-            # A schedule may have ended and a carried state fades, so a difference beyond the drift must occur twice.
-            self._drift = _EXCEEDS * max(_distance(a.values, b.values) for a, b in itertools.pairwise(others[-_LAST:]))
+            # A schedule may have ended and a carried state fades, so a difference beyond two batches' drift must occur twice.
+            apart = zip(others[-_LAST:], others[2 - _LAST :])
+            self._drift = _EXCEEDS * max(_distance(a.values, b.values) for a, b in apart)
             self.undecided = self._confirming = True
             self._seen.clear()
             self._due += self._repeats

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -334,8 +335,7 @@ def test_an_epsilon_is_shown_with_two_decimals_rounded_up(bound, shown):
 
 def test_another_adjacency_or_number_of_units_is_another_epsilon(run):
     made, path = run
-    body = {**made, "adjacency": "replace_one", "epsilon": {**made["epsilon"], "upper_bound": 100.0, "target": None}}
-    body["membership"] = dict.fromkeys(body["membership"], 1.0)
+    body = {**made, **replace(made.claims[0], adjacency="replace_one", target=None).to_json()}
     assert "states adjacency 'replace_one'" in verify(resealed(body), ledger=path).reason
     more = [sentence.replace("10000", "20000") for sentence in made["assumptions"]]
     body = {**made, "dataset_size": 20_000, "assumptions": more}

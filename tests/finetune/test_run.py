@@ -220,6 +220,15 @@ def test_the_example_s_card_and_account_are_of_people(model_folder, functions, t
     assert result.epsilon <= 8
 
 
+@pytest.mark.parametrize(("name", "train"), [("alpaca", "alpaca-*.json"), ("columns", "functions.parquet")])
+def test_an_example_of_several_prompt_columns_trains_on_its_files(model_folder, functions, tmp_path, name, train):
+    settings = {"model": str(model_folder), "train": str(functions / train), "epsilon": 8, "delta": 1e-3}
+    sizes = {"max_length": 48, "epochs": 1, "batch_size": 16, "samples": 0, "output": str(tmp_path / "run")}
+    finetune(load_config(EXAMPLES / f"{name}.yaml", settings | sizes))
+    card = json.loads((tmp_path / "run" / "card.json").read_text())
+    assert card["dataset_size"] == len(read_rows(functions / "messages.jsonl"))
+
+
 def test_a_method_with_two_blocks_takes_people(notes, files):
     source = {"kind": "public", "data": str(files / "public.jsonl"), "examples": 6}
     finetune(replace(notes, method="rapft", method_options={**RAPFT, "source": source}))

@@ -27,6 +27,13 @@ def test_a_program_ends_as_expected(name):
     assert result.ok, result.line()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_generator_that_learns_is_no_coupling(seed):
+    """What it makes moves from batch to batch, for an example alone as beside others."""
+    result = run_privately(PROGRAMS["discriminator_in_one_forward"], seed)
+    assert result.ok, result.line()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_program_of_a_family_at_ten_seeds(family):

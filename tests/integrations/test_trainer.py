@@ -312,6 +312,9 @@ def test_a_search_of_hyperparameters_is_refused(tmp_path: Path) -> None:
 
 def test_refusals_name_the_arguments_of_a_trainer(tmp_path: Path) -> None:
     made = trainer(tmp_path, num_train_epochs=1)
+    for where, folder in ((True, tmp_path), ("/none", "/none")):
+        with pytest.raises(ValueError, match=f"^{folder} holds no checkpoint: leave resume_from_checkpoint out"):
+            made.train(resume_from_checkpoint=where)
     made.train()
     before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
     for again in (made, trainer(tmp_path, num_train_epochs=1)):

@@ -248,6 +248,38 @@ def test_settings_whose_losses_would_be_others_are_refused(tmp_path: Path, kind:
         trainer_of(trainer, tmp_path, None, [{}], **{setting: value})
 
 
+TEXT, PAIR = {"text": "a b"}, {"prompt": "a", "chosen": "b", "rejected": "c"}
+MESSAGES = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+@cases(
+    ("kind", "rows", "said", "settings"),
+    [
+        ("sft", [TEXT], "dataset_text_field is 'body', which no example has: its columns are text", ("body",)),
+        ("sft", [{"completion": "a"}], "dataset_text_field is 'text', which no example has", ()),
+        ("sft", [{"prompt": "a"}], "train_dataset needs 'completion', which no example has", ()),
+        ("sft", [TEXT, {"text": None}], "'text' of row 1 in train_dataset is no text: leave it out", ()),
+        ("sft", [{"text": 3}], "'text' of row 0 in train_dataset is no text", ()),
+        ("sft", [MESSAGES], "The tokenizer has no chat template. Set it", ()),
+        ("sft", [], "train_dataset holds no example", ()),
+        ("dpo", [TEXT], "train_dataset needs 'chosen', which no example has", ()),
+        (
+            "dpo",
+            [{"prompt": "a", "chosen": "b"}],
+            "needs 'rejected', which no example has: its columns are prompt, chosen",
+            (),
+        ),
+        ("dpo", [{**PAIR, "chosen": 3}], "'chosen' of row 0 in train_dataset is no text", ()),
+    ],
+)
+def test_rows_that_trl_cannot_read_are_named(
+    tmp_path: Path, tokenizer: Any, kind: str, rows: Any, said: str, settings: tuple[str, ...]
+) -> None:
+    trainer: Any = {"sft": fastdp.DPSFTTrainer, "dpo": fastdp.DPDPOTrainer}[kind]
+    with pytest.raises(ValueError, match=said):
+        trainer_of(trainer, tmp_path, tokenizer, rows, **dict(zip(["dataset_text_field"], settings)))
+
+
 def test_packing_keeps_examples_whole_and_numbers_their_tokens() -> None:
     examples = [{"input_ids": [9] * n, "labels": [-100] + [9] * (n - 1)} for n in (3, 4, 2, 9, 1)]
     packed = PackingCollator(pad_token_id=0, max_length=7)(examples)

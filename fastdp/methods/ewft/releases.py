@@ -25,6 +25,7 @@ from fastdp.methods.public import PublicText, describe_origin
 from fastdp.ops.grid import DISTANCE
 from fastdp.validate import instance, one_of, positive
 
+_SAMPLING = "none claimed: the receiver sees which release is whose"
 _UNCHECKED = (
     "each record was used at most once an epoch: nobody checked, since the run was allowed to go without example_ids"
 )
@@ -89,7 +90,11 @@ class EWFTSettings(NoisePlace):
             "dataset_size": self.dataset_size,
             "unit": "one user's sequence",
             "adjacency": "replace_one",
+            "sampling": _SAMPLING,
             "noise_std_over_max_norm": list(self.noise.ratios),
+            "noise_multiplier": self.noise.ratios[-1],
+            "sequence_length": self.sequence_length,
+            "reuse": self.noise.reuse,
             "layer": self.layer,
             "max_norm": float(self.max_norm),
             "unchecked_records": self.unchecked_records,
@@ -376,7 +381,7 @@ class EWFT(LayerReleases):
             },
             unit="one user's sequence",
             adjacency="replace_one",
-            sampling="none claimed: the receiver sees which release is whose",
+            sampling=_SAMPLING,
             dataset_size=self.settings.dataset_size,
             noise_multiplier=noise.ratios[-1],
             event=self.event(),
