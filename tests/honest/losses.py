@@ -326,8 +326,43 @@ register_all(
     lambda build: build(),
     prefix="weight_penalty_",
     expect="refused: weight_decay",
-    why="the optimizer's weight_decay adds the same gradient, outside of clipping",
+    why="the optimizer's weight_decay or a hook of its step adds the same gradient, outside of clipping",
 )
+
+
+def _decayed(run: Any) -> None:
+    model, optimizer, loader = run.start()
+    for epoch in range(2):
+        for batch in loader:
+            kit.crossentropy(model, batch).backward()
+            if epoch:
+                _penalty(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program("refused: step_pre_hook", "a hook of the optimizer's step adds the same gradient, outside of clipping")
+def weight_penalty_of_its_own_backward() -> Case:
+    """A penalty of weights with a backward pass of its own, from the second epoch on."""
+    return Case(kit.mlp(), kit.numbers(), None, loop=_decayed, epochs=2, late=True)
+
+
+@program()
+def weight_penalty_in_a_hook() -> Case:
+    """An L1 penalty whose gradient a hook of the optimizer's step adds to the released one."""
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def penalize(*given: Any) -> None:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.add_(parameter.detach().sign(), alpha=1e-3)
+
+        made.register_step_pre_hook(penalize)
+        return made
+
+    return Case(kit.mlp(), kit.numbers(), None, kit.crossentropy, optimizer=optimizer)
 
 
 @program()
