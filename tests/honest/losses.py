@@ -292,6 +292,19 @@ def model_loss_unused() -> Case:
 
 
 @program()
+def divergence_returned_beside_loss() -> Case:
+    """A variational autoencoder returns its reconstruction loss and a divergence by its own formula, and the loop adds them."""
+
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, log = self.encoder(x).chunk(2, 1)
+        drawn = mean + torch.randn_like(mean) * (0.5 * log).exp()
+        return F.mse_loss(self.decoder(drawn), x), -0.5 * (1 + log - mean**2 - log.exp()).sum(1).mean()
+
+    model = kit.Wrapped(forward, encoder=kit.mlp(outputs=8), decoder=kit.mlp(4, 12))
+    return Case(model, kit.numbers(), None, lambda m, b: sum(m(b[0])), exact=False)
+
+
+@program()
 def losses_by_name() -> Case:
     """The model returns a dict of losses, which the loop adds up, as torchvision's detectors do."""
 

@@ -27,6 +27,11 @@ def test_a_program_ends_as_expected(name):
     assert result.ok, result.line()
 
 
+def test_a_network_that_the_loop_trains_between_batches_mixes_no_rows():
+    result = run_privately(PROGRAMS["discriminator_in_one_forward"], seed=2)
+    assert result.ok, result.line()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_program_of_a_family_at_ten_seeds(family):
