@@ -90,7 +90,7 @@ class Steps:
             optimizer.register_step_post_hook(self._after_step),
         ]
         # What other hooks make of gradients is made of released ones.
-        optimizer._optimizer_step_pre_hooks.move_to_end(self._hooks[0].id, last=False)
+        cast(Any, optimizer._optimizer_step_pre_hooks).move_to_end(self._hooks[0].id, last=False)
         self._releases = follow_releases(optimizer)
         self._scales = getattr(optimizer, _FUSED, False)
         setattr(optimizer, _FUSED, False)
