@@ -59,6 +59,8 @@ class OutputRows:
         self.in_front = {path: dims for path, (axis, dims) in axes.items() if axis.natural}
         #: Whether there are outputs, and none that may be a loss.
         self.all_have_rows = bool(axes) and not without
+        #: Whether there may be several losses.
+        self.may_be_losses = len(without) > 1
 
     def first(self, output: Any, rows: int) -> Any:
         """The output with rows first, each tensor ``[rows, ...]``; squeeze() may have left out the axis of one row."""

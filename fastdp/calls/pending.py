@@ -8,6 +8,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class PendingGradients:
         #: Whether some parameter may hold one: at first one of an earlier run.
         self.placed = True
         self._kinds: list[Any] = []
+        self._handles: dict[int, Any] = {}
 
     def place(self) -> None:
         """Let every parameter without a gradient have a pending one; parameters in pieces have none."""
@@ -81,9 +83,11 @@ class PendingGradients:
         if kinds != self._kinds:
             self._kinds = kinds
             self._gradients = [] if any(map(is_dtensor, self._parameters)) else list(map(self._zeros, self._parameters))
-        for parameter, pending in zip(self._parameters, self._gradients):
+        for index, (parameter, pending) in enumerate(zip(self._parameters, self._gradients)):
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = pending
+                if index not in self._handles:
+                    self._handles[index] = parameter.register_hook(partial(_make_way, weakref.ref(parameter)))
 
     def clear(self) -> None:
         """Take them away, those of an earlier run too."""
@@ -91,6 +95,12 @@ class PendingGradients:
         for parameter in self._parameters:
             if isinstance(parameter.grad, PendingGradient):
                 parameter.grad = None
+
+    def remove(self) -> None:
+        """The same for good."""
+        self.clear()
+        while self._handles:
+            self._handles.popitem()[1].remove()
 
     def tell(self, function: str) -> None:
         """Warn once. Raises ValueError for a GradScaler that would reach the gradients of examples."""
@@ -116,3 +126,10 @@ class PendingGradients:
         made = zero.expand(parameter.shape).as_subclass(PendingGradient)
         made.pending = self
         return made
+
+
+def _make_way(parameter: weakref.ref[torch.nn.Parameter], _gradient: torch.Tensor) -> None:
+    """Take a pending gradient away, as torch adds one that a loop's own backward pass sends here in place."""
+    own = parameter()
+    if own is not None and isinstance(own.grad, PendingGradient):
+        own.grad = None

@@ -313,5 +313,5 @@ class Engine(Passes):
 
     def close(self) -> None:
         """Give the model its own forwards back."""
-        self.pending.clear()
+        self.pending.remove()
         super().close()

@@ -13,15 +13,14 @@ NO_BATCH = (
     "no batch is outstanding: take one from make_private's loader, or call model.eval() for passes that do not train."
 )
 FORWARD_AFTER_BACKWARD = (
-    "A forward pass ran after its batch's backward(). Run all passes of a batch before, and call backward() once on the sum of "
-    "their losses."
+    "A forward pass ran after its batch's backward(). Run all passes first, then call backward() once on their sum."
 )
 CALLED_ON_OUTPUTS = (
     "The model was called on its own outputs of a batch. Run all steps inside its forward(), called once."
 )
 OUTSIDE_OF_LOSS = (
-    "A gradient reached the model outside of its loss. Penalize weights by weight_decay=, call backward() once, and return from "
-    "forward() all that the loss reads."
+    "A gradient reached the model outside of its loss. Return all it reads from forward(), call backward() once; penalize "
+    "weights by weight_decay= or optimizer.register_step_pre_hook."
 )
 FAILED_BACKWARD = (
     "A backward pass failed, and a repetition could count examples twice. Begin the loader's iteration anew."

@@ -663,8 +663,8 @@ class Passes:
                         f"{name} is read where no module's forward runs, as in a checkpointed function"
                     )
                 raise RuntimeError(
-                    f"{name} holds a gradient {when} that was not clipped. Call zero_grad() after step(); penalize weights by "
-                    "weight_decay= and use parts of the model in forward()."
+                    f"{name} holds an unclipped gradient {when}. Call zero_grad() after step(), use modules in forward(), and "
+                    "penalize weights by weight_decay= or optimizer.register_step_pre_hook."
                 )
 
 

@@ -262,17 +262,18 @@ class Routing:
             return Trace([], carriers, carriers, {}, {}, [], mapped=False, conflict=reason)
 
     def _verify_rows(self, call: Call, ticket: Ticket) -> None:
-        """`verify_rows`; of a loss of the model's own once more, with its means and sums over rows."""
-        passes = self.passes
-        try:
-            self.verify_rows(call, ticket)
-        except OwnLoss as error:
-            passes.reductions = True
+        """`verify_rows`; of losses of the model's own with its means and sums over rows."""
+        passes, failed = self.passes, Exception()
+        for reductions in (True, False) if passes.trace and passes.trace.outputs.may_be_losses else (False, True):
+            passes.reductions = reductions
             try:
-                self.verify_rows(call, ticket)
-            except (UnsupportedUse, SelfCheckError):
-                passes.reductions = False
-                raise error from None
+                return self.verify_rows(call, ticket)
+            except (UnsupportedUse, SelfCheckError) as error:
+                failed = failed if reductions else error
+                if not (reductions or isinstance(error, OwnLoss)):
+                    break
+        passes.reductions = False
+        raise failed
 
     def _try_uses(self, call: Call, ticket: Ticket) -> str | None:
         passes = self.passes

@@ -18,10 +18,8 @@ from fastdp.private.stages import Stages
 from fastdp.private.steps import UNCHECKED
 from fastdp.verify import Checks
 
-_TRUST = (
-    "the data may be adversarial; the code that trained is honest, and was verified on the first batch, on unusual ones and by a "
-    "public schedule (SECURITY.md)"
-)
+_TRUST = "the data may be adversarial; the code that trained is honest{verified} (SECURITY.md)"
+_VERIFIED = ", and was verified on the first batch, on unusual ones and by a public schedule"
 _UNCHECKED_ROWS = (
     "no example reached another in the model or in the loop: nothing looked (self_check=False), and where one did the "
     "figure does not hold"
@@ -55,6 +53,7 @@ def training_card(
     """
     engine, release, ledger, plan = stages.engine, stages.release, stages.ledger, stages.plan
     seen = ", ".join(sorted(observed))
+    unchecked = ledger.noted(UNCHECKED) is not None
     moved = engine.parameters if installed is None else installed.trained
     noised = sum(p.numel() for p in engine.parameters.values())
     distance = DISTANCE * noised * sum(ledger.spent(kind) for kind in ledger.kinds)
@@ -88,8 +87,8 @@ def training_card(
         flaws=stages.method.flaws(),
         notes=stages.method.notes(plan, ledger),
         assumptions=[
-            _TRUST,
-            *([_UNCHECKED_ROWS] if ledger.noted(UNCHECKED) is not None else []),
+            _TRUST.format(verified="" if unchecked or engine.isolated else _VERIFIED),
+            *([_UNCHECKED_ROWS] if unchecked else []),
             *([_DISCARDED_BATCHES] if ledger.noted(DISCARDED) is not None else []),
             *cast(Checks, engine.checks).sentences(),
             *provenance.sentences(),

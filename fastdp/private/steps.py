@@ -88,6 +88,8 @@ class Steps:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        # What other hooks make of gradients is made of released ones.
+        cast(Any, optimizer._optimizer_step_pre_hooks).move_to_end(self._hooks[0].id, last=False)
         self._releases = follow_releases(optimizer)
         self._scales = getattr(optimizer, _FUSED, False)
         setattr(optimizer, _FUSED, False)
@@ -264,7 +266,8 @@ class Steps:
             if not known:
                 raise RuntimeError(f"{UNDECLARED.format(name)} {self._spent()}")
             raise RuntimeError(
-                f"{name} holds a gradient at step() that was not clipped: let backward() start from the model's loss alone"
+                f"{name} holds an unclipped gradient at step(). Call backward() once, on the loss of the model's outputs; "
+                "penalize weights by weight_decay= or optimizer.register_step_pre_hook."
             )
 
     def _refuse_left_out(self) -> None:
@@ -313,7 +316,8 @@ class Steps:
             self._withheld.stepping = False
         self._show_parameters(optimizer)
         engine = self._stages.engine
-        checks, hooks = cast(Checks, engine.checks), optimizer._optimizer_step_post_hooks.values()
+        checks = cast(Checks, engine.checks)
+        hooks = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
         hooked = any(not str(getattr(hook, "__module__", "")).startswith("fastdp.") for hook in hooks)
         if hooked:
             checks.assumptions[HOOK_WRITES] = None

@@ -26,9 +26,9 @@ from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import CaptureContext
 from fastdp.verify.probe import GRADIENTS, same_shapes
 
-#: Repeats of the example alone (role "still"), which show whether the loop changes it by itself or at random; `_AHEAD` of them
-#: for loops that prefetch. Beside others it must then move `_EXCEEDS` times as far as in the `_LAST` repeats.
-_REPEATS, _AHEAD, _LAST, _EXCEEDS = 10, 3, 6, 5
+#: Repeats of the batches of role "together" (role "still"), which show how far the loop moves an example by itself; `_AHEAD`
+#: of the example alone for loops that prefetch. Other companions must move it `_EXCEEDS` times as far as the `_LAST` repeats.
+_REPEATS, _AHEAD, _LAST, _EXCEEDS = 10, 3, 4, 3
 #: Seeds of the model's random state and the criterion's.
 _MODEL, _CRITERION = 1, 2
 #: The loop's own terms are compared at no less than this share of the whole gradient: smaller ones are lost in its rounding.
@@ -85,7 +85,7 @@ class LoopCheck:
         #: The role of the batch in which the example differed.
         self._doubted, self._makes, self._confirming, self._drift = "", False, False, 0.0
         self._seen: dict[tuple[str, int], _Outcome] = {}
-        self._alone: list[_Outcome] = []
+        self._stills: list[_Outcome] = []
         self.waiting = len(self._due)
         self._collator_draws = len(self._due) > 1 and any(self._due[1].source.draws(0))
 
@@ -171,8 +171,8 @@ class LoopCheck:
         """Raise `SelfCheckError` if the example got something else than together with the others, whose NaN would hide it."""
         role, row = probe.role, probe.row
         if role == "still":
-            self._alone.append(outcome)
-            if self._doubted and len(self._alone) == (_REPEATS if self._repeats else _AHEAD):
+            self._stills.append(outcome)
+            if self._doubted and len(self._stills) == (_REPEATS if self._repeats else _AHEAD):
                 self._decide()
             return
         self._seen[role, row] = outcome
@@ -191,21 +191,20 @@ class LoopCheck:
             if self._confirming:
                 self._refuse()
             if not self._doubted:
-                self._due += [replace(probe, role="still") for probe in self._repeats[:1] * _REPEATS]
+                self._due += [replace(probe, role="still") for probe in self._repeats[1:3] * (_REPEATS // 2)]
                 self.waiting += _REPEATS * bool(self._repeats)
             self._doubted = self._doubted or other
 
     def _decide(self) -> None:
         """Annealing and random draws change an example alone too; a loop that changes it only beside others mixes them."""
         # The first is left out: a loop that keeps state of the batch before still has that of other examples in it.
-        _, one, *others = self._alone
-        moved = not self._repeats and any(self._differ(outcome, one, self._doubted) for outcome in others)
-        if moved or any(outcome.start != one.start for outcome in others):
+        pairs = list(zip(self._stills[1:], self._stills[3 if self._repeats else 2 :]))
+        moved = not self._repeats and any(self._differ(*pair, self._doubted) for pair in pairs)
+        if moved or any(one.start != two.start for one, two in pairs):
             self.undecided = True
         elif self._repeats:
-            # A schedule may have ended and a carried state fades, so a difference beyond two batches' drift must occur twice.
-            apart = zip(others[-_LAST:], others[2 - _LAST :])
-            self._drift = _EXCEEDS * max(_distance(a.values, b.values) for a, b in apart)
+            # A schedule may have ended and a carried state fades, so a difference beyond the drift must occur twice.
+            self._drift = _EXCEEDS * max(_distance(one.values, two.values) for one, two in pairs[-_LAST:])
             self.undecided = self._confirming = True
             self._seen.clear()
             self._due += self._repeats

@@ -185,5 +185,5 @@ def test_a_gradient_that_comes_in_another_way_is_refused(taken: list[int]) -> No
     engine, tickets = engine_for(net(middle), 0.5, verify=Routing)
     feed(engine, tickets, DATA)
     unseen = True
-    with pytest.raises(RuntimeError, match="third.weight holds a gradient"):
+    with pytest.raises(RuntimeError, match="third.weight holds an unclipped gradient"):
         feed(engine, tickets, DATA)

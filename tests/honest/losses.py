@@ -232,6 +232,19 @@ def model_loss_unused() -> Case:
 
 
 @program()
+def divergence_returned_beside_loss() -> Case:
+    """A variational autoencoder returns its reconstruction loss and a divergence by its own formula, and the loop adds them."""
+
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, log = self.encoder(x).chunk(2, 1)
+        drawn = mean + torch.randn_like(mean) * (0.5 * log).exp()
+        return F.mse_loss(self.decoder(drawn), x), -0.5 * (1 + log - mean**2 - log.exp()).sum(1).mean()
+
+    model = kit.Wrapped(forward, encoder=kit.mlp(outputs=8), decoder=kit.mlp(4, 12))
+    return Case(model, kit.numbers(), None, lambda m, b: sum(m(b[0])), exact=False)
+
+
+@program()
 def losses_by_name() -> Case:
     """The model returns a dict of losses, which the loop adds up, as torchvision's detectors do."""
 
@@ -265,8 +278,43 @@ register_all(
     lambda build: build(),
     prefix="weight_penalty_",
     expect="refused: weight_decay",
-    why="the optimizer's weight_decay adds the same gradient, outside of clipping",
+    why="the optimizer's weight_decay or a hook of its step adds the same gradient, outside of clipping",
 )
+
+
+def _decayed(run: Any) -> None:
+    model, optimizer, loader = run.start()
+    for epoch in range(2):
+        for batch in loader:
+            kit.crossentropy(model, batch).backward()
+            if epoch:
+                _penalty(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program("refused: step_pre_hook", "a hook of the optimizer's step adds the same gradient, outside of clipping")
+def weight_penalty_of_its_own_backward() -> Case:
+    """A penalty of weights with a backward pass of its own, from the second epoch on."""
+    return Case(kit.mlp(), kit.numbers(), None, loop=_decayed, epochs=2, late=True)
+
+
+@program()
+def weight_penalty_in_a_hook() -> Case:
+    """An L1 penalty whose gradient a hook of the optimizer's step adds to the released one."""
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def penalize(*given: Any) -> None:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.add_(parameter.detach().sign(), alpha=1e-3)
+
+        made.register_step_pre_hook(penalize)
+        return made
+
+    return Case(kit.mlp(), kit.numbers(), None, kit.crossentropy, optimizer=optimizer)
 
 
 @program()

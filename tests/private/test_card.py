@@ -17,6 +17,7 @@ def test_a_run_without_checks_says_so_on_its_card_for_ever(tmp_path: Path) -> No
     assert not any(assumed(unchecked))
     logical_step(unchecked)
     assert sum(assumed(unchecked)) == 1
+    assert "was verified" not in " ".join(unchecked.card()["assumptions"])
     unchecked.ledger.close()
     unchecked.detach()
     resumed = start(resume=True, **options)

@@ -110,7 +110,7 @@ def test_gradients_that_are_not_reset_are_refused() -> None:
         private.model.second.bias.grad.zero_()
         break
     batch = next(iter(private.data_loader))
-    with pytest.raises(RuntimeError, match=r"holds a gradient before the backward pass.*zero_grad\(\)"):
+    with pytest.raises(RuntimeError, match=r"holds an unclipped gradient before the backward pass.*zero_grad\(\)"):
         private.model(**batch)["loss"].backward()
 
 

@@ -272,7 +272,7 @@ def test_parameters_in_other_pieces_are_refused_by_name() -> None:
         ("blocks afterwards", "fully_shard was called after make_private"),
         ("written", "second.weight was changed outside of a release"),
         ("no rule", "weights in pieces need a per-example rule"),
-        ("put aside", "second.weight holds a gradient in the backward pass that was not clipped"),
+        ("put aside", "second.weight holds an unclipped gradient in the backward pass"),
     ],
 )
 def test_other_pieces_and_what_needs_a_whole_are_refused(folder: Path, what: str, match: str) -> None:

@@ -250,7 +250,7 @@ def _reduces_all(losses: Any, options: Mapping[str, Any], *axes: Any) -> bool:
     axes += (options["dim"],) if options.keys() == {"dim"} else ()
     if len(axes) > 1 or options.keys() - {"dim"}:
         return False
-    return axes in ((), (None,)) or (isinstance(axes[0], int) and losses.dim() == 1)
+    return axes in ((), (None,)) or len([axes[0]] if isinstance(axes[0], int) else axes[0]) == losses.dim()
 
 
 _REDUCTIONS = {
