@@ -29,8 +29,8 @@ PAGE_POLICY = (
     '<meta http-equiv="Content-Security-Policy" '
     "content=\"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">"
 )
-#: Most bytes of a file, and of YAML, whose parser is slow.
-MAX_FILE, MAX_YAML = 1 << 28, 1 << 22
+#: Most bytes of a file; of a card, whose brackets take thirty times as much memory; and of YAML, whose parser is slow.
+MAX_FILE, MAX_CARD, MAX_YAML = 1 << 28, 1 << 24, 1 << 22
 #: Most values of a YAML document with every alias written out; and how deep those of YAML and JSON may be nested.
 MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
 #: Most layers, heads or experts of a model, most positions, and most characters or tokens that a tokenizer makes of one.
@@ -152,8 +152,7 @@ def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except ValueError as error:
-        # Python's own words speak of a setting of the interpreter.
-        raise ValueError("a number of it has thousands of digits") if "int_max_str" in str(error) else error from None
+        raise _without_settings(error) from None
     _check_depth(found, MAX_DEPTH)
     return found
 
@@ -184,6 +183,8 @@ def parse_yaml(text: str, *, as_text: bool = False) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
         raise ValueError(f"{where}not valid YAML ({getattr(error, 'problem', None) or quote(str(error))})") from None
+    except ValueError as error:
+        raise _without_settings(error) from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 
@@ -428,6 +429,11 @@ def _check_depth(value: Any, most: int) -> None:
             raise ValueError("it is nested too deep")
         for entry in value.values() if isinstance(value, dict) else value:
             _check_depth(entry, most - 1)
+
+
+def _without_settings(error: ValueError) -> ValueError:
+    """The error, unless it speaks of a setting of the interpreter."""
+    return ValueError("a number of it has thousands of digits") if "int_max_str" in str(error) else error
 
 
 def _refuse_constant(name: str) -> Any:

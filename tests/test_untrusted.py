@@ -278,6 +278,7 @@ def merged(levels=20):
         ("- x\n" * 30_000, "every alias written out"),
         ("x" * 5_000_000, "characters"),
         ("a: !!python/object/apply:os.system [id]", "not valid YAML"),
+        ("a: " + "9" * 5000, "a number of it has thousands of digits"),
     ],
 )
 def test_yaml_that_grows_or_deceives_is_refused_at_once(tmp_path, text, words):
@@ -322,6 +323,8 @@ def test_files_are_regular_and_bounded(tmp_path):
     assert "no regular file" in verify("/dev/zero").reason
     os.mkfifo(tmp_path / "weights.safetensors")
     assert "no regular file" in verify(card_of(weights=["0" * 64]), weights=tmp_path).reason
+    (tmp_path / "card.json").write_bytes(b"[" + b"[]," * (6 << 20) + b"1]")
+    assert "holds more than 16777216 bytes" in verify(tmp_path / "card.json").reason
     (tmp_path / "long").write_bytes(bytes(11))
     with pytest.raises(ValueError, match="more than 10 bytes"):
         untrusted.read_bytes(tmp_path / "long", 10)
