@@ -33,7 +33,7 @@ PAGE_POLICY = (
 MAX_FILE, MAX_CARD, MAX_YAML = 1 << 28, 1 << 24, 1 << 22
 #: Most values of a YAML document with every alias written out; and how deep those of YAML and JSON may be nested.
 MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
-#: Most layers, heads or experts of a model, most positions, and most characters or tokens that a tokenizer makes of one.
+#: Most layers, heads or experts of a model and ranks of an adapter; most positions; most that a tokenizer makes of a character.
 MAX_PARTS, MAX_POSITIONS, MAX_GROWTH = 1 << 12, 1 << 24, 10_000
 #: Seconds and bytes that a call of a tokenizer may take beside those for its text.
 CALL_SECONDS, CALL_BYTES = 60.0, 1 << 32
@@ -41,7 +41,7 @@ CALL_SECONDS, CALL_BYTES = 60.0, 1 << 32
 _DATA_LIMIT = resource.getrlimit(resource.RLIMIT_DATA)[0]
 #: Settings of a model's config that count what is built of it whatever its weights hold, and the most of each.
 _COUNTS = (
-    (re.compile(r"(^|_)(layers?|heads?|experts|blocks|depth)$|^attention_types$"), MAX_PARTS),
+    (re.compile(r"(^|_)(layers?|heads?|experts|blocks|depth|virtual_tokens|r)$|^attention_types$"), MAX_PARTS),
     (re.compile(r"positions?(_embeddings)?$|^rotary_dim$"), MAX_POSITIONS),
     (re.compile(r"^num_labels$"), 1 << 20),
 )
@@ -375,9 +375,7 @@ def check_config(config: Any) -> None:
         counted = max((pair[1] for pair in value), default=0) if key == "attention_types" else value
         most = next((most for name, most in _COUNTS if name.search(key)), math.inf)
         if isinstance(counted, (int, float)) and counted > most:
-            raise FolderRejected(
-                f"its config.json has {quote(key)} {quote(counted, 20)}: no model has more than {most}"
-            )
+            raise FolderRejected(f"its config has {quote(key)} {quote(counted, 20)}: no model has more than {most}")
         check_config(value)
 
 

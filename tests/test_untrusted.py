@@ -552,6 +552,9 @@ def test_an_adapter_imports_no_module_and_is_looked_for_nowhere_else(tmp_path):
             json.dumps({"peft_type": "XLORA", "adapters": {"0": "stranger/adapter"}}),
             "of no kind that a run writes: 'XLORA'",
         ),
+        # Of a few bytes, gigabytes of zeros and hours of iterations.
+        (json.dumps({"peft_type": "LORA", "r": 10**7}), "'r' 10000000: no model has more"),
+        (json.dumps({"peft_type": "LORA", "init_lora_weights": "pissa_niter_1000000"}), "computes weights from"),
         # On the names of a model's modules this expression takes longer than anyone waits.
         *(
             (json.dumps({"peft_type": "LORA", key: value}), f"a pattern of its own: list their names in {key}")
