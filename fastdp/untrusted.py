@@ -7,16 +7,18 @@ Standard library and PyYAML only. `read_text` and the parsers bound what enters;
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
 import json
 import math
 import os
 import re
+import resource
 import stat
 import threading
 import unicodedata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,19 +29,21 @@ PAGE_POLICY = (
     '<meta http-equiv="Content-Security-Policy" '
     "content=\"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">"
 )
-#: Most bytes of a file, and of YAML, whose parser is slow.
-MAX_FILE, MAX_YAML = 1 << 28, 1 << 22
+#: Most bytes of a file; of a card, whose brackets take thirty times as much memory; and of YAML, whose parser is slow.
+MAX_FILE, MAX_CARD, MAX_YAML = 1 << 28, 1 << 24, 1 << 22
 #: Most values of a YAML document with every alias written out; and how deep those of YAML and JSON may be nested.
 MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
-#: Most layers, heads or experts of a model, most positions, and most characters or tokens that a tokenizer makes of one.
-MAX_PARTS, MAX_POSITIONS, MAX_GROWTH = 1 << 15, 1 << 24, 10_000
-#: Seconds that a call of a tokenizer may take beside those for its text.
-CALL_SECONDS = 60.0
+#: Most layers, heads or experts of a model and ranks of an adapter; most positions; most that a tokenizer makes of a character.
+MAX_PARTS, MAX_POSITIONS, MAX_GROWTH = 1 << 12, 1 << 24, 10_000
+#: Seconds and bytes that a call of a tokenizer may take beside those for its text.
+CALL_SECONDS, CALL_BYTES = 60.0, 1 << 32
 
+_DATA_LIMIT = resource.getrlimit(resource.RLIMIT_DATA)[0]
 #: Settings of a model's config that count what is built of it whatever its weights hold, and the most of each.
 _COUNTS = (
-    (re.compile(r"(^|_)(layers?|heads?|experts|blocks|depth)$|^attention_types$"), MAX_PARTS),
+    (re.compile(r"(^|_)(layers?|heads?|experts|blocks|depth|virtual_tokens|r)$|^attention_types$"), MAX_PARTS),
     (re.compile(r"positions?(_embeddings)?$|^rotary_dim$"), MAX_POSITIONS),
+    (re.compile(r"^num_labels$"), 1 << 20),
 )
 #: Of a tokenizer the parts that hold others, and how many characters those of fixed rules make of one.
 _SEQUENCES = ("normalizers", "pretokenizers", "processors", "decoders")
@@ -139,8 +143,7 @@ def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except ValueError as error:
-        # Python's own words speak of a setting of the interpreter.
-        raise ValueError("a number of it has thousands of digits") if "int_max_str" in str(error) else error from None
+        raise _without_settings(error) from None
     _check_depth(found, MAX_DEPTH)
     return found
 
@@ -167,6 +170,8 @@ def parse_yaml(text: str, *, as_text: bool = False) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
         raise ValueError(f"{where}not valid YAML ({getattr(error, 'problem', None) or quote(str(error))})") from None
+    except ValueError as error:
+        raise _without_settings(error) from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 
@@ -189,7 +194,7 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
             _check_tokenizer(parse_json(read_bytes(path), constants=True))
         return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
     except RuntimeError as error:
-        if "mismatched_sizes" in str(error):
+        if "mismatched_sizes" in str(error) or "Storage size" in str(error):
             raise ValueError(f"cannot load {name}: its weights have other shapes than its config.json says") from None
         raise
     except (FolderRejected, ImportError, MemoryError, KeyboardInterrupt, SystemExit):
@@ -243,10 +248,11 @@ def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
 def call_bounded(call: Callable[[], Any], characters: int) -> Any:
     """Call a tokenizer or its template, and wait a minute and a millisecond a character for what it returns.
 
-    A thread of its own runs it, and is left behind: nothing ends the search of a regular expression.
+    A thread of its own runs it, and is left behind: nothing ends the search of a regular expression. Meanwhile this process
+    gets no more than `CALL_BYTES` and `MAX_GROWTH` bytes a character.
 
     Raises:
-        ValueError: for one that takes longer, and for a panic of the tokenizers library, which is no Exception and may quote
+        ValueError: for one that takes more, and for a panic of the tokenizers library, which is no Exception and may quote
             a text.
     """
     results: list[Any] = []
@@ -259,14 +265,33 @@ def call_bounded(call: Callable[[], Any], characters: int) -> Any:
             failures.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(CALL_SECONDS + characters / 1000)
+    with _memory_limit(CALL_BYTES + MAX_GROWTH * characters):
+        thread.start()
+        thread.join(CALL_SECONDS + characters / 1000)
     if results:
         return results[0]
-    if failures and isinstance(failures[0], Exception):
+    if failures and isinstance(failures[0], Exception) and not isinstance(failures[0], MemoryError):
         raise failures[0]
     said = f"failed on a text ({type(failures[0]).__name__})" if failures else "takes over a millisecond a character"
     raise ValueError(f"its tokenizer {said}: use the published model's")
+
+
+@contextlib.contextmanager
+def _memory_limit(more: int) -> Iterator[None]:
+    """Let this process take so many bytes beside those that it holds, where Linux says how many these are."""
+    try:
+        held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    except (OSError, IndexError):
+        yield
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [held + more, _DATA_LIMIT, hard]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limit for limit in limits if limit != resource.RLIM_INFINITY), hard))
+    try:
+        yield
+    finally:
+        # Not what was found above: another call's limit may have stood there.
+        resource.setrlimit(resource.RLIMIT_DATA, (_DATA_LIMIT, hard))
 
 
 class _BoundedComposer:
@@ -332,9 +357,7 @@ def check_config(config: Any) -> None:
         counted = max((pair[1] for pair in value), default=0) if key == "attention_types" else value
         most = next((most for name, most in _COUNTS if name.search(key)), math.inf)
         if isinstance(counted, (int, float)) and counted > most:
-            raise FolderRejected(
-                f"its config.json has {quote(key)} {quote(counted, 20)}: no model has more than {most}"
-            )
+            raise FolderRejected(f"its config has {quote(key)} {quote(counted, 20)}: no model has more than {most}")
         check_config(value)
 
 
@@ -386,6 +409,11 @@ def _check_depth(value: Any, most: int) -> None:
             raise ValueError("it is nested too deep")
         for entry in value.values() if isinstance(value, dict) else value:
             _check_depth(entry, most - 1)
+
+
+def _without_settings(error: ValueError) -> ValueError:
+    """The error, unless it speaks of a setting of the interpreter."""
+    return ValueError("a number of it has thousands of digits") if "int_max_str" in str(error) else error
 
 
 def _refuse_constant(name: str) -> Any:

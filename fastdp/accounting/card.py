@@ -21,7 +21,7 @@ from fastdp.accounting.pld import Adjacency
 from fastdp.accounting.serialisation import canonical
 from fastdp.accounting.weights import digests, model_files
 from fastdp.distribution import installed_version, version_of, wheel_digest
-from fastdp.untrusted import parse_json_object, read_bytes
+from fastdp.untrusted import MAX_CARD, parse_json_object, read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,7 +229,7 @@ class Card(dict[str, Any]):
     def load(cls, path: str | os.PathLike[str]) -> Card:
         """The card in a JSON file, unchecked (see `verify`). Raises ValueError if it is not a JSON object."""
         try:
-            return cls(parse_json_object(read_bytes(path)))
+            return cls(parse_json_object(read_bytes(path, MAX_CARD)))
         except ValueError as error:
             raise ValueError(f"{path} is not a card: {error}") from None
 

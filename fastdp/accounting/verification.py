@@ -28,7 +28,7 @@ from fastdp.accounting.journal import LedgerError, read as read_records
 from fastdp.accounting.ledger import STEP, Ledger
 from fastdp.accounting.page import ENVELOPE, claims
 from fastdp.accounting.weights import digests_of, model_files
-from fastdp.untrusted import parse_json_object, quote, read_bytes
+from fastdp.untrusted import MAX_CARD, parse_json_object, quote, read_bytes
 
 #: Required fields: of every card, of schema version 2, of a claim of an epsilon, and of a run that trained a model.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -154,7 +154,7 @@ def _parsed(card: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Mapping[s
     """The card's fields, and what cannot be checked in the format that it came in (an export leaves fields out)."""
     if isinstance(card, Mapping):
         return card, []
-    text = card if isinstance(card, str) and card.lstrip().startswith(("{", "[")) else read_bytes(card)
+    text = card if isinstance(card, str) and card.lstrip().startswith(("{", "[")) else read_bytes(card, MAX_CARD)
     try:
         if isinstance(text, bytes) and (found := read_export(text.decode(errors="replace"))) is not None:
             return found

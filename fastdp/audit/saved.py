@@ -15,7 +15,7 @@ from fastdp.finetune.folder import CONFIG
 from fastdp.finetune.models import load_model, load_tokenizer
 from fastdp.finetune.tasks import task_of
 from fastdp.integrations.adapters import FEED_FORWARD_OUTPUTS, PEFT_TYPE
-from fastdp.untrusted import MAX_YAML, load_pretrained, parse_json_object, quote, read_bytes
+from fastdp.untrusted import MAX_YAML, check_config, load_pretrained, parse_json_object, quote, read_bytes
 
 #: Longest example, in tokens, for a model that no run has set one for.
 _LENGTH = 128
@@ -58,11 +58,12 @@ def load_saved(
 
 
 def _check_adapter(folder: Path) -> None:
-    """Refuse an adapter that peft would look for elsewhere, or whose config has it import a module."""
+    """Refuse an adapter that peft would look for elsewhere, and a config by which it imports, searches or computes at length."""
     if not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{folder} holds no adapter_model.safetensors: take the folder that the run wrote")
     try:
         settings = parse_json_object(read_bytes(folder / "adapter_config.json", MAX_YAML))
+        check_config(settings)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} has no adapter_config.json that can be read: {error}") from None
     if settings.get("peft_type") not in _KINDS:
@@ -71,6 +72,8 @@ def _check_adapter(folder: Path) -> None:
         )
     if settings.get("megatron_config"):
         raise ConfigError(f"the adapter in {folder} imports a module of its own choice: remove megatron_config")
+    if isinstance(settings.get("init_lora_weights"), str):
+        raise ConfigError(f"the adapter in {folder} computes weights from its model's: set init_lora_weights to true")
     for key in _PATTERNS:
         names = isinstance(settings.get(key), list) and key != "layers_pattern"
         if settings.get(key) and not names and settings[key] != FEED_FORWARD_OUTPUTS:

@@ -35,7 +35,7 @@ class FederatedConfig:
         "simulation: folder for what clients keep (default: beside output); a SuperNode has its own", ""
     )
 
-    rounds: int = setting("rounds of the run", 3, above=0)
+    rounds: int = setting("rounds of the run", 3, above=0, most=1 << 16)
     fraction: float = setting("share of clients that a round samples", 1.0, above=0, most=1)
     min_clients: int = setting(
         "fewest connected clients to begin with, and accepted updates for a round to count", 2, above=0
@@ -53,10 +53,10 @@ class FederatedConfig:
     resume: bool = setting("continue the run whose checkpoint is in output", False)
 
     peft: str = setting("bottleneck (equation 6) or lora", "bottleneck", among=("bottleneck", "lora"))
-    bottleneck_size: int = setting("width of bottleneck adapters", 64, above=0, most=1 << 16)
-    lora_r: int = setting("rank of LoRA", 8, above=0, most=1 << 16)
+    bottleneck_size: int = setting("width of bottleneck adapters", 64, above=0, most=1 << 12)
+    lora_r: int = setting("rank of LoRA", 8, above=0, most=1 << 12)
     lora_alpha: float = setting("scale of LoRA", 16.0, above=0)
-    local_epochs: int = setting("passes over its texts that a client makes in a round", 1, above=0)
+    local_epochs: int = setting("passes over its texts that a client makes in a round", 1, above=0, most=1 << 10)
     batch_size: int = setting("examples in a client's step", 16, above=0, most=1 << 16)
     physical_batch_size: int = setting("most examples in memory at once", 16, above=0, most=1 << 16)
     learning_rate: float = setting("step size of the clients' AdamW", 1e-3, above=0)

@@ -304,17 +304,42 @@ def test_a_changed_last_bit_moves_the_count_by_little() -> None:
     assert float((whole - changed).abs().max()) <= 8.5e-7
 
 
-@cases("count, length", [(21, 512), (64, 64)])
-def test_a_long_record_moves_the_release_by_nothing(count: int, length: int) -> None:
-    """The whole way, to the parameters: records whose tokens cancel to a 10,000th, and one of zeros."""
+def cancelling(tokens: int, width: int, ratio: float) -> torch.Tensor:
+    """Tokens of about ``ratio``, whose sum is of length 1."""
     generator = torch.Generator().manual_seed(1)
-    base, kept = (nn.functional.normalize(torch.randn(64, generator=generator), dim=0) for _ in range(2))
-    rows = torch.stack([base * 3e4 + kept / 2, -base * 3e4 + kept / 2])
-    others = [{"x": rows, "y": torch.tensor(1.0)} for _ in range(count)]
+    base, kept = (nn.functional.normalize(torch.randn(width, generator=generator), dim=0) for _ in range(2))
+    return torch.stack([base * ratio * 2 / tokens * (-1) ** token + kept / tokens for token in range(tokens)])
+
+
+@cases(
+    ("rows", "count", "length", "physical", "moves"),
+    [
+        # Of the longest row of a microbatch, and of a route that the number of units chooses.
+        *((cancelling(2, 64, 3e4), count, 512, None, MOVES - 1) for count in (16, 21, 64, 256)),
+        *((cancelling(32, width, 3e3), count, 32, None, MOVES - 1) for width, count in ((16, 21), (24, 76), (32, 244))),
+        # A short one in front, which decides who shares a microbatch with a long one.
+        *((cancelling(2, 64, 3e5), count, 1, 4, MOVES - 1) for count in (16, 64)),
+        # A bag of tokens. A longer one changes how its sum is cut into products: `docs/clipping.md` states the size.
+        (torch.randn(2, 64, generator=torch.Generator().manual_seed(1)), 512, 2, None, MOVES - 1),
+        (torch.randn(2, 16, generator=torch.Generator().manual_seed(1)), 512, 64, None, 3e-3),
+    ],
+)
+def test_a_record_of_zeros_moves_the_release_by_nothing(
+    rows: torch.Tensor, count: int, length: int, physical: int | None, moves: float
+) -> None:
+    """The whole way, to the parameters."""
+
+    def record(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"x": rows, "y": torch.tensor(1.0)}
+
+    x, others = record(torch.zeros(length, rows.shape[1])), [record(rows)] * count
+    if physical is not None:
+        others[2 * physical - 1 :: 2 * physical] = [record(torch.zeros(300, rows.shape[1]))] * (count // (2 * physical))
 
     def released(records: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        model = one_release(records, 1.0, method=fastdp.DPSGD(max_grad_norm=BOUND), noise_multiplier=0.0)
+        options = {} if physical is None else {"max_physical_batch_size": physical}
+        method = fastdp.DPSGD(max_grad_norm=BOUND)
+        model = one_release(records, 1.0, method=method, noise_multiplier=0.0, **options)
         return -model.layer.weight.detach().double() * len(records)
 
-    x = {"x": torch.zeros(length, 64), "y": torch.tensor(1.0)}
-    assert float((released([*others, x]) - released(others)).norm()) <= (MOVES - 1) * BOUND
+    assert float((released([x, *others]) - released(others)).norm()) <= moves * BOUND

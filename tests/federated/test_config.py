@@ -38,6 +38,9 @@ def test_reads_flowers_run_config():
         # A client would make what the server asks for.
         ({"bottleneck-size": 10**9}, "bottleneck_size is 1000000000"),
         ({"threads": 10**6}, "threads is 1000000"),
+        ({"local-epochs": 10**9}, "local_epochs is 1000000000"),
+        ({"rounds": 10**9}, "rounds is 1000000000"),
+        ({"lora-r": 10**4}, "lora_r is 10000"),
     ],
 )
 def test_refused(settings, message):
