@@ -220,7 +220,7 @@ def _begin() -> None:
     import peft  # noqa: F401
     import transformers
 
-    import fastdp  # noqa: F401
+    from fastdp import make_private  # noqa: F401
 
     transformers.logging.set_verbosity_error()
 
