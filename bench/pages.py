@@ -386,7 +386,7 @@ SYSTEMS = {"fastdp": "fastdp", "opacus-hooks": "Opacus, hooks", "opacus-ghost": 
 
 def readme() -> Table:
     """Time and memory of a private step over those of an ordinary one."""
-    cpu, h200 = steps("cpu"), steps("gpu")
+    cpu, h200 = steps("cpu-epyc"), steps("gpu")
 
     def cell(row: Row, absent: str = "") -> str:
         return f"{row['ratio_time']:.2f},\u00a0{row['ratio_memory']:.2f}" if "ratio_time" in row else absent

@@ -90,7 +90,7 @@ def perplexities() -> dict[str, float]:
 
 def overview(path: Path) -> None:
     """What a step costs, and what privacy costs in quality."""
-    found = steps("cpu")
+    found = steps("cpu-epyc")
     with picture(path, rows=2, panel=(7.2, 3.4), legends=3) as (left, right):
         width = 0.26
         for place, (system, title) in enumerate(SYSTEMS.items()):
