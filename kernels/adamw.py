@@ -18,14 +18,14 @@ from .launch import TRITON_DTYPES, cdiv, on_device_of, registers_of, to_device_o
 from .settle import NO_LIST, SETTLE_BLOCK, lowest, new_list, own_entries, put_on_list
 from .tiles import load_flat, store_flat
 
-#: A thread's, so that a processor holds three programs.
+#: Registers of a thread, so that a multiprocessor holds three programs.
 REGISTERS = 168
 
 _ELEMENT, _TENSOR, _STEP, _MIX = map(tl.constexpr, (ELEMENT_FACTOR, TENSOR_FACTOR, STEP_FACTOR, MIX_FACTOR))
 
 
 @triton.jit
-def _kept_in_half(x, bits):
+def _round_to_bfloat16(x, bits):
     # Float32 numbers in bfloat16, rounded up or down by sixteen random bits.
     words = x.to(tl.uint32, bitcast=True) + bits
     rounded = (words >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -46,7 +46,7 @@ def _random_bits(p_position, o_x):
 
 @triton.jit
 def _addresses(p_table, line, PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, ALIGNED: tl.constexpr):
-    # Of one line, or of a tile of lines.
+    # The columns of one line of the table, or of a tile of lines: see `adamw_noise_steps_`.
     p_line = p_table + line * 11
     p_param = tl.load(p_line).to(tl.pointer_type(PARAMETER))
     p_grad = tl.load(p_line + 1).to(tl.pointer_type(tl.float32))
@@ -69,10 +69,10 @@ def _addresses(p_table, line, PARAMETER: tl.constexpr, MOMENTS: tl.constexpr, AL
 def _update(
     p_param, p_mean, p_square, p_master, p_rows, p_columns, width, n, begin, o_x, inside, noised, is_open, p_position,
     inverse_divisor, keep, step_size, lerp1, beta2, rest2, inverse_correction2, eps,
-    HELD: tl.constexpr, MASTER: tl.constexpr, AXES: tl.constexpr,
+    KEEP_OPEN: tl.constexpr, MASTER: tl.constexpr, AXES: tl.constexpr,
 ):  # fmt: skip
-    # Of elements o_x, in a tile or one of each tensor, which begins at block `begin`. Where HELD, those that are open stay as
-    # they are.
+    # Elements o_x are a tile, or one of each tensor; noise of a tensor begins at block `begin`. With KEEP_OPEN, elements whose
+    # noised gradient is not rounded yet stay as they are.
     g = noised * inverse_divisor
     if AXES:
         m_x = o_x < n
@@ -89,8 +89,8 @@ def _update(
     new_square = tl.fma(g * g, rest2, square * beta2)
     under = tl.sqrt(new_square * inverse_correction2) + eps
     new_param = param * keep - step_size * new_mean / under
-    if HELD:
-        # Written as they were, and not left out: stores with a mask are narrow.
+    if KEEP_OPEN:
+        # Written back unchanged, because stores with a mask are narrow.
         new_mean = tl.where(is_open, mean, new_mean)
         new_square = tl.where(is_open, square, new_square)
         new_param = tl.where(is_open, param, new_param)
@@ -99,10 +99,10 @@ def _update(
         store_flat(p_mean, o_x, n, inside, new_mean)
         store_flat(p_square, o_x, n, inside, new_square)
     else:
-        # What lies in bfloat16 already has no digits that these bits could carry on.
+        # Moments that are bfloat16 already stay as they are: their low bits are 0, and random bits carry nothing over.
         bits = _random_bits(p_position, begin * 16 + o_x)
-        store_flat(p_mean, o_x, n, inside, _kept_in_half(new_mean, bits >> 16))
-        store_flat(p_square, o_x, n, inside, _kept_in_half(new_square, bits & 0xFFFF))
+        store_flat(p_mean, o_x, n, inside, _round_to_bfloat16(new_mean, bits >> 16))
+        store_flat(p_square, o_x, n, inside, _round_to_bfloat16(new_square, bits & 0xFFFF))
     if MASTER:
         store_flat(p_master, o_x, n, inside, new_param)
     store_flat(p_param, o_x, n, inside, new_param.to(p_param.dtype.element_ty))
@@ -151,7 +151,7 @@ def settle_adamw_kernel(
     p_param, p_grad, p_mean, p_square, p_master, p_rows, p_columns, width, n, begin = _addresses(
         p_table, line, PARAMETER, MOMENTS, False
     )
-    # Hardly any block has two.
+    # One open element of each block in a turn; few blocks have a second.
     while tl.max(bits, 0) > 0:
         element = lowest(bits)
         o_x = tl.where(bits != 0, block.to(tl.int64) * 16 + element, n)

@@ -1,7 +1,7 @@
-"""What rounding is measured by, on GPUs: the sum over a unit's tokens of ``|L_t| |R_t|``, and norms of chosen units.
+"""The scale of a unit's rounding errors, on GPUs: the sum over its tokens of ``|L_t| |R_t|``, and norms of chosen units.
 
 A program of the products reads whole rows of a few tokens, once; another adds up the tokens of a unit in their order. A
-program of the counts reads of each row as much as shows that it is not zero: all of it at padding alone.
+program of the counts reads a row until an entry is not zero, so that only rows of padding are read whole.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,7 @@ def _row_norms(p_x, o_t, m_t, width, stride_t, stride_k, b_t: tl.constexpr, b_k:
         total += x * x if ORDER == 2 else tl.abs(x)
         some |= (x != 0.0).to(tl.int32)
     norm = tl.sum(total, 1).to(tl.float64)
+    # PADDING covers entries whose squares underflow.
     if ORDER == 2:
         norm = tl.sqrt(norm + width * (gram.PADDING * gram.PADDING))
     else:
@@ -51,7 +52,7 @@ def products_kernel(
         norm, others = _row_norms(p_left, o_t, m_t, m, stride_lt, stride_lk, b_t, b_k, ORDER)
         product *= norm
         some = some & others
-    # A token that adds nothing is told by its sign.
+    # A negative product marks a token that adds nothing.
     # [b_t]
     tl.store(p_out + o_t, tl.where((some == 0) & (product < float("inf")), -product, product), mask=m_t)
 
@@ -189,6 +190,7 @@ def gram_norms(
     most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared norms [k, B], float32, of uses of which each right has ``counts``, and row products, float64."""
+    # These kernels leave no unit out for its length.
     if most < INT64_MAX:
         return NotImplemented
     return gram.gram_norms(lefts, rights, counts, offsets)

@@ -23,9 +23,8 @@ CLIP_STEP = 2048
 def row_dots_kernel(
     p_x, p_y, p_partial, width, chunks, b_step: tl.constexpr, b_chunk: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    if (
-        ALIGNED
-    ):  # a way to say so that Triton believes: wide loads depend on it, and specialised numbers would recompile
+    # Triton infers wide loads from this multiple of 16; a specialized width would compile a kernel for each.
+    if ALIGNED:
         width = width // 16 * 16
     pid = tl.program_id(0).to(tl.int64)
     row = pid // chunks
@@ -41,7 +40,7 @@ def row_dots_kernel(
 
 
 @triton.jit
-def _in_order(p_partial, row, chunks, b_chunks: tl.constexpr):
+def _sum_chunks(p_partial, row, chunks, b_chunks: tl.constexpr):
     total = tl.zeros((b_chunks,), tl.float64)
     for i in range(0, chunks, b_chunks):
         o_chunk = i + tl.arange(0, b_chunks)
@@ -52,6 +51,7 @@ def _in_order(p_partial, row, chunks, b_chunks: tl.constexpr):
 
 @triton.jit
 def _is_clipped(norm, max_norm):
+    # Rounding of its sum may move a norm by 2^-28 of itself.
     return norm > max_norm * (1.0 - 1.0 / 268435456.0)
 
 
@@ -66,7 +66,7 @@ def _root_factor(norm, max_norm):
 @triton.jit(do_not_specialize=["chunks"])
 def forward_factor_kernel(p_partial, p_norm, p_root, chunks, max_norm, b_chunks: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    norm = tl.sqrt(_in_order(p_partial, row, chunks, b_chunks))
+    norm = tl.sqrt(_sum_chunks(p_partial, row, chunks, b_chunks))
     tl.store(p_norm + row, norm)
     tl.store(p_root + row, _root_factor(norm, max_norm).to(tl.float32))
 
@@ -74,7 +74,7 @@ def forward_factor_kernel(p_partial, p_norm, p_root, chunks, max_norm, b_chunks:
 @triton.jit(do_not_specialize=["chunks"])
 def backward_factor_kernel(p_partial, p_norm, p_root, p_pull, chunks, max_norm, b_chunks: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    dot = _in_order(p_partial, row, chunks, b_chunks)
+    dot = _sum_chunks(p_partial, row, chunks, b_chunks)
     norm = tl.load(p_norm + row)
     pull = tl.where(_is_clipped(norm, max_norm), dot / (norm * norm), 0.0)
     tl.store(p_root + row, _root_factor(norm, max_norm).to(tl.float32))
@@ -179,13 +179,13 @@ def clip_noise(
         forward_factor_kernel[(rows,)](
             partial, norm, root, chunks, float(max_norm), b_chunks=128, enable_fp_fusion=True, num_warps=1
         )
-        there = to_device_of(position, x)
+        device_position = to_device_of(position, x)
         opened = new_list(x.numel(), x.device, with_sums=True) if rounded else NO_LIST
         apply_kernel[(cdiv(x.numel(), 16 * BLOCKS),)](
             flat,
             out,
             root,
-            there,
+            device_position,
             *opened,
             x.numel(),
             width,
@@ -197,7 +197,7 @@ def clip_noise(
             num_warps=4,
         )
         if rounded:
-            settle(out, there, opened, 0, std)
+            settle(out, device_position, opened, 0, std)
     return out, norm
 
 

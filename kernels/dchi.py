@@ -13,7 +13,7 @@ from fastdp.ops.dchi import refuse_overflow
 
 from .chacha import chacha_words, normals
 from .launch import cdiv, next_power_of_2, on_device_of, to_device_of
-from .snap import finite, named_bad_row, nearest_row, survey
+from .snap import half_squares_of, named_bad_row, nearest_row, survey
 
 _ATTEMPTS = tl.constexpr(16)
 
@@ -91,7 +91,7 @@ def dchi_rows(ids: torch.Tensor, table: torch.Tensor, eta: torch.Tensor, positio
 @torch.no_grad()
 def private_snap(ids: torch.Tensor, table: torch.Tensor, eta: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """The op: the nearest row of ``table`` to each noisy row. Waits for the device, to refuse what is not finite."""
-    (half_table,) = finite(table=table)
+    (half_table,) = half_squares_of(table=table)
     noisy = dchi_rows(ids.reshape(-1).contiguous(), table, eta.reshape(-1), position)
     half_noisy, bad = survey(noisy)
     refuse_overflow(named_bad_row(bad) is None)

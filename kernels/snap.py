@@ -207,7 +207,7 @@ def nearest_row(x: torch.Tensor, table: torch.Tensor, half_x: torch.Tensor, half
     return index
 
 
-def finite(**rows: torch.Tensor) -> list[torch.Tensor]:
+def half_squares_of(**rows: torch.Tensor) -> list[torch.Tensor]:
     """Half the squared norms of each matrix's rows. Raises ValueError, naming the first row that is not finite."""
     surveys = [survey(x) for x in rows.values()]
     for (name, x), (_, bad) in zip(rows.items(), surveys):
@@ -219,5 +219,5 @@ def finite(**rows: torch.Tensor) -> list[torch.Tensor]:
 @torch.no_grad()
 def snap(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """The op: as `nearest_row`, after a look whether all rows are finite, which waits for the device."""
-    half_table, half_x = finite(table=table, x=x)
+    half_table, half_x = half_squares_of(table=table, x=x)
     return nearest_row(x, table, half_x, half_table)

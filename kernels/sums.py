@@ -14,7 +14,7 @@ from .launch import assert_ids, cached_with, serves, to_device_of
 
 @serves(2)
 def per_unit(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The gradient of each unit, float32 [B, m, n]; of a wide matrix a product each, if the host knows where units begin."""
+    """The gradient of each unit, float32 [B, m, n]: for a wide matrix one product a unit, if ``offsets`` are on the host."""
     units, tokens, sides = offsets.shape[0] - 1, right.shape[0], (left.shape[1], right.shape[1])
     if min(sides) <= NARROW or (units > 1 and offsets.device.type != "cpu"):
         return grouped.per_unit_group([left], [right], offsets)[0][0]
@@ -86,7 +86,7 @@ def weighted_sum_group_(
 ) -> None:
     """The weighted sums of k matrices, one launch for all of the same dtypes and alignment; see `weighted.weighted_sums_`.
 
-    Of many units several, so that how often a unit's sum is rounded does not depend on their number.
+    More than `MOST_UNITS` units take several launches, so that the roundings of a unit's sum do not depend on their number.
     """
     units, offsets = weights.shape[1], to_device_of(offsets, weights)
     if units <= MOST_UNITS:

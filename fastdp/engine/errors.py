@@ -1,10 +1,10 @@
-"""The ways in which the engine says no: to a route, and to a run."""
+"""Errors of the engine: those that refuse a route, after which another is taken, and those that refuse the run."""
 
 import torch
 
 from fastdp.calls.errors import SelfCheckError as SelfCheckError
 
-#: Where a loop differentiates passes that cannot be one: of several batches, say.
+#: Where one backward pass reaches forward passes that do not belong together, as those of two batches.
 TWO_FORWARDS = (
     "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
     "wrapper module's forward()."
@@ -28,7 +28,7 @@ FAILED_BACKWARD = (
 
 
 def out_of_memory(rows: int) -> torch.OutOfMemoryError:
-    """Of a pass over so many rows."""
+    """The error of a pass over ``rows`` rows that do not fit into memory."""
     remedy = "Pass a smaller max_physical_batch_size" if rows > 1 else "Shorten examples or train fewer parameters"
     return torch.OutOfMemoryError(f"The device has too little memory for {rows} row{'s' * (rows > 1)}. {remedy}.")
 
@@ -38,16 +38,16 @@ class UnsupportedUse(Exception):
 
 
 class UnseenUse(UnsupportedUse):
-    """A use that the trace did not see, as where another batch goes another way."""
+    """A use that the trace did not see, as where a later batch takes another branch of the model."""
 
 
 class Untraceable(ValueError):
-    """A model or a call that no route serves, as its trace tells."""
+    """A model or a call of which tracing shows that no route serves it."""
 
 
-class Differentiates(UnsupportedUse):
-    """A model that differentiates inside its own forward pass, as for penalties of gradients and adversarial inputs."""
+class InnerBackward(UnsupportedUse):
+    """A model that differentiates inside its own forward pass, as for gradient penalties and adversarial inputs."""
 
 
 class OwnLoss(UnsupportedUse):
-    """A loss that torch's loss functions alone do not explain; means and sums over rows may."""
+    """A loss that torch's loss functions alone do not explain; the model's own means and sums over rows may."""

@@ -1,4 +1,7 @@
-"""One pass of a model, forward and backward, by the route that its per-example gradients take, into an accumulator."""
+"""One pass of a model, forward and backward, by the route that its per-example gradients take, into an accumulator.
+
+`Passes` has, in order: what is known of the model, the forward pass by each route, the backward pass, and its memory.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ from fastdp.engine.loss.boundary import (
     OutputBoundary,
     OutputSeeds,
     find_loss,
-    hooks_aside,
+    gradient_hooks_disabled,
     plain_gradients,
     replace_loss,
     require_loss,
@@ -92,8 +95,8 @@ class Pass:
 
     def outputs(self, found: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Outputs whose backward pass is this one's."""
-        enter = lambda upstream: self.junction.arrived.append((self, upstream))  # noqa: E731
-        return OutputBoundary.apply(self.junction.anchor(found[0]), enter, found)
+        junction = self.junction
+        return OutputBoundary.apply(junction.anchor(found[0]), lambda g: junction.arrived.append((self, g)), found)
 
     def replace_outputs(self, output: Any) -> Any:
         """What the model returned, its differentiable tensors replaced by outputs of this pass.
@@ -169,7 +172,7 @@ class Passes:
         self.weights = weights_of(model, ranks)
         #: The same as modules read them in a pass.
         self.read = self.weights.read(self.parameters)
-        #: All of both, each once.
+        #: Both with their names, each parameter once.
         self._every = list({id(p): (n, p) for n, p in [*self.parameters.items(), *self.read.items()]}.values())
         self._parameters = [parameter for _, parameter in self._every]
         self.accumulator = accumulator or Accumulator(self.read, policy)
@@ -203,10 +206,11 @@ class Passes:
         self.reentrant = False
         self.reads = Reads(self.read)
         self.reads.heads.always = keep_logits is False
-        #: Compiled blocks run without the compiler meanwhile, as it would follow what records them.
+        #: Runs compiled blocks without the compiler, which would trace the engine's captures.
         compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
         self._uncompiled = partial(torch.compiler.set_stance, "force_eager") if compiled else nullcontext
         self.forwards = Forwards(model, self.reads, partial(self._train, train), lambda: self.trains, self.weights)
+        #: Uses of each parameter in a forward pass, as traced.
         self._expected: Counter[str] = Counter()
         #: How many backward passes a micro-batch took, at most; 0 before the first.
         self.backward_passes = 0
@@ -214,7 +218,7 @@ class Passes:
         self._kept: dict[tuple[int, int, float], int] = {}
 
     def settle_loss(self, outside: bool) -> None:
-        """Take it that the loop computes the loss, as a mean over rows, or that the model returns it."""
+        """Fix who computes the loss: the loop (``outside``), as a mean over rows, or the model, which returns it."""
         self.loss_reduction, self.returns_loss = "mean" if outside else None, not outside
 
     @property
@@ -238,9 +242,9 @@ class Passes:
     def beside_loss(
         self, output: Any, rows: int, terms: LossTerms | None = None, *, losses: bool = True
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What a loop may make terms of beside the model's loss: outputs with a row for each example, first; other ``losses``.
+        """Tensors beside the model's loss of which a loop may make terms: outputs, with rows first, and other ``losses``.
 
-        Each comes with what its backward pass starts from: itself or, given ``terms``, the units' losses of which it is made.
+        Each comes with the tensor to differentiate: itself or, of a loss with ``terms``, the losses of its units.
         """
         in_front = None if self.trace is None else self.trace.outputs.in_front
         own, found = find_loss(output) if losses else None, []
@@ -256,12 +260,7 @@ class Passes:
         return found
 
     def check_starts(
-        self,
-        output: Any,
-        rows: int,
-        losses: torch.Tensor | None,
-        terms: LossTerms | None = None,
-        scale: float = 1.0,
+        self, output: Any, rows: int, losses: torch.Tensor | None, terms: LossTerms | None = None, scale: float = 1.0
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What a check's backward pass starts from, and with what: ones for losses, fixed numbers over ``scale`` for outputs."""
         beside = self.beside_loss(output, rows, terms) if self.mixes else []
@@ -310,11 +309,7 @@ class Passes:
         self.route = USES
         unread = self.parameters.keys() - {read.parameter for read in self.trace.reads}
         # A later batch may read these, as where tasks have heads of their own.
-        modules = [
-            *(read.module for read in self.trace.reads),
-            *selecting,
-            *(name.rpartition(".")[0] for name in unread),
-        ]
+        modules = [*(read.module for read in self.trace.reads), *selecting, *(n.rpartition(".")[0] for n in unread)]
         self.forwards.patch(dict.fromkeys(modules))
 
     def fall_back(self, reason: str, ticket: Ticket) -> None:
@@ -349,41 +344,46 @@ class Passes:
         junction: Junction | None = None,
         layout: Layout | None = None,
     ) -> tuple[Any, Pass]:
-        """The forward pass by the chosen route, its loss or outputs replaced by a boundary, and what waits behind that.
+        """Run the forward pass by the chosen route: its output, with a boundary for loss or outputs, and the pass behind it.
 
-        ``junction`` says what a backward pass does (default: `differentiate`); ``verify`` looks at more on the way.
+        ``junction`` says what a backward pass does (default: `differentiate`); ``verify`` also checks how the loss is made.
         """
         layout, junction = layout or self._layout(ticket), junction or Junction(self.differentiate)
         if self.isolated and (ticket.rows == 1 or not self.returns_loss):
             return self._in_isolation(call, ticket, layout, junction)
         if self.isolated or self.route == ONE_EXAMPLE:
             return self._one_at_a_time(call, ticket, layout, junction)
-        context, two_pass = CaptureContext(layout), self._needs_two_passes(call, layout)
+        two_pass = self._needs_two_passes(call, layout)
+        parts = self._in_parts(call, ticket, layout, junction) if two_pass and not verify else None
+        return parts or self._by_uses(call, ticket, layout, junction, verify=verify, two_pass=two_pass)
+
+    def _by_uses(
+        self, call: Call, ticket: Ticket, layout: Layout, junction: Junction, *, verify: bool, two_pass: bool
+    ) -> tuple[Any, Pass]:
+        """One forward pass on all rows, whose uses capture their factors in the backward pass; also ordinary training."""
+        context = CaptureContext(layout)
         context.whole = self.reentrant
-        if two_pass and not verify:
-            parts = self._in_parts(call, ticket, layout, junction)
-            if parts is not None:
-                return parts
         if not (verify or self.weights.cut or two_pass):
             context.allow(self.accumulator.may_hold(layout))
         try:
-            output, tops, found = self._tops(call, layout, context, verify=verify)
+            output, tops, terms = self._capture_forward(call, layout, context, verify=verify)
         finally:
-            # What a use keeps must not know the pass: their nodes know the context, and nobody collects such a circle.
+            # Autograd's nodes hold the context: with the captures in it, they would be a cycle that is never collected.
             own, context.own, context.room = context.own, [], -1
         beside: list[tuple[torch.Tensor, torch.Tensor]] = []
         gradients: list[Any] = []
         if self.returns_loss and ticket.token_units is None:
-            beside = self.beside_loss(output, ticket.rows, found, losses=verify or self.mixes)
+            beside = self.beside_loss(output, ticket.rows, terms, losses=verify or self.mixes)
             tops += [OutputSeeds.apply(gradients, *[top for _, top in beside])] if beside else []
-        losses = [not t.dim() for t, _ in beside]  # the outputs themselves may go before the backward pass
+        # Noted here, as the backward pass shall not keep the outputs in memory.
+        losses = [not t.dim() for t, _ in beside]
         if verify:
             ends = tops[:1] if self.returns_loss else tops
             self.reentrant |= _REENTRANT in [type(node).__name__ for top in ends for node in graph_of(top)]
 
         def backward(upstream: Any, retain: bool) -> None:
             if self.returns_loss:
-                # A unit that takes no part sends back exact zeros; its weight of 0 then selects it out of every sum.
+                # Padding units send back exact zeros, and their weight of 0 selects them out of every sum.
                 weight, *others = upstream
                 counted = (layout.weights > 0).to(tops[0].dtype)
                 pairs = [] if weight is None else [(tops[0], counted * weight)]
@@ -399,15 +399,56 @@ class Passes:
 
         waiting = Pass(call, ticket, layout, context, verify, junction, tops, backward, two_pass=two_pass)
         if self.returns_loss:
-            own_mean = next((term.mean for term in found.terms if term.per_unit is tops[0]), None)
+            own_mean = next((term.mean for term in terms.terms if term.per_unit is tops[0]), None)
             mean = masked_mean(tops[0].detach(), layout.weights) if own_mean is None else own_mean
             return waiting.replace_loss(output, mean, {id(t): t for t, _ in beside} if beside else {}), waiting
         return waiting.replace_outputs(output), waiting
 
+    def _capture_forward(
+        self, call: Call, layout: Layout, context: CaptureContext, *, verify: bool
+    ) -> tuple[Any, list[torch.Tensor], LossTerms]:
+        """Run a forward pass with captures: the output, units' losses ``[units]`` or outputs to differentiate, and loss terms."""
+        if not self.trying or self.weights.cut:
+            return self._capture_as_traced(call, layout, context, verify=verify)
+        # Some rows may take another branch than the whole batch, as without padding; the retry draws the same numbers.
+        try:
+            with preserve_rng(self.model):
+                return self._capture_as_traced(call, layout, context, verify=verify)
+        except UnseenUse:
+            self.extend_trace(call, layout.rows)
+        context.restart()
+        return self._capture_as_traced(call, layout, context, verify=verify)
+
+    def _capture_as_traced(
+        self, call: Call, layout: Layout, context: CaptureContext, *, verify: bool
+    ) -> tuple[Any, list[torch.Tensor], LossTerms]:
+        terms = self.terms(layout)
+        context.selected = terms.selected
+        self.reads.context = context if self.route == USES else None
+        try:
+            with intercepted(terms):
+                output = self.forwards.root.original(*call[0], **call[1])
+        finally:
+            self.reads.context = None
+            if self.reads.heads.made:
+                self.reads.heads.close()
+        if not self.returns_loss:
+            output = output if self.trace is None else self.trace.outputs.first(output, layout.rows)
+            return output, differentiable_outputs(output), terms
+        total = require_loss(output)
+        context.shapes |= {("a loss function", (count,)) for count in terms.tokens}
+        try:
+            return output, [combine(total, terms, self.divided, verify=verify)], terms
+        except UnsupportedUse:
+            if self.route != ORDINARY:
+                raise
+            # Nothing is clipped: the mean over the rows stands for each of them.
+            return output, [total.expand(layout.units)], terms
+
     def _in_parts(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass] | None:
         """Run several passes of fewer units, each of which fits into memory; None where two backward passes must do."""
-        whole = self.two_pass is not None or self.trying or self.weights.cut or ticket.token_units is not None
-        if whole or self.mixes or not self.returns_loss or self.trace is None:
+        fixed = self.two_pass is not None or self.trying or self.weights.cut or ticket.token_units is not None
+        if fixed or self.mixes or not self.returns_loss or self.trace is None:
             return None
         most, longer = layout.units, longest(self.trace, call, layout.rows)
         while not self._fits(most * int(layout.counts.max()), most, longer):
@@ -423,7 +464,7 @@ class Passes:
                 own = replace(ticket, row_units=ticket.row_units[rows] - first, weights=ticket.weights[first:last])
                 found.append(self.run_forward(slice_rows(call, rows, self.trace.carriers), own, verify=False))
         except UnsupportedUse:
-            # A few rows may go another way than all of them do.
+            # Some rows may take another branch than the whole batch.
             return None
         outputs, parts = zip(*found)
         context, losses = CaptureContext(layout), torch.cat([part.tops[0].detach() for part in parts])
@@ -509,68 +550,12 @@ class Passes:
         values = {id(t): t if t.dim() else mean(at) for at, (t, _) in enumerate(beside, 1)}
         return output, targets, mean(0), values
 
-    def _differentiate_rows(self, parts: JoinedPasses) -> None:
-        """Each unit's rows in a backward pass of their own, from all passes at once."""
-        ticket, weights = parts[0][0].ticket, parts[0][0].layout.weights
-        scale = self.scale(ticket)
-        for unit in (weights != 0).nonzero()[:, 0].tolist():
-            rows = (ticket.row_units == unit).nonzero()[:, 0].tolist()
-            gradients = plain_gradients(*backward_starts(rows, parts, scale, self.returns_loss), self.read.values())
-            found = {n: g.float().unsqueeze(0) for n, g in zip(self.read, gradients) if g is not None}
-            self.accumulator.add_unit(found, weights[unit : unit + 1])
-        for own, _ in reversed(parts):
-            own.restore()
-
-    def _tops(
-        self, call: Call, layout: Layout, context: CaptureContext, *, verify: bool
-    ) -> tuple[Any, list[torch.Tensor], LossTerms]:
-        """A forward pass by the route of uses, what its backward pass starts from (units' losses ``[units]``, or outputs), and
-        the losses within it.
-        """
-        if not self.trying or self.weights.cut:
-            return self._tops_as_traced(call, layout, context, verify=verify)
-        # A few rows of a batch may go another way than all of it did: where none of them is padded, say. The pass that
-        # goes there draws what the one that stopped has drawn.
-        try:
-            with preserve_rng(self.model):
-                return self._tops_as_traced(call, layout, context, verify=verify)
-        except UnseenUse:
-            self.extend_trace(call, layout.rows)
-        context.restart()
-        return self._tops_as_traced(call, layout, context, verify=verify)
-
-    def _tops_as_traced(
-        self, call: Call, layout: Layout, context: CaptureContext, *, verify: bool
-    ) -> tuple[Any, list[torch.Tensor], LossTerms]:
-        terms = self.terms(layout)
-        context.selected = terms.selected
-        self.reads.context = context if self.route == USES else None
-        try:
-            with intercepted(terms):
-                output = self.forwards.root.original(*call[0], **call[1])
-        finally:
-            self.reads.context = None
-            if self.reads.heads.made:
-                self.reads.heads.close()
-        if not self.returns_loss:
-            output = output if self.trace is None else self.trace.outputs.first(output, layout.rows)
-            return output, differentiable_outputs(output), terms
-        total = require_loss(output)
-        context.shapes |= {("a loss function", (count,)) for count in terms.tokens}
-        try:
-            return output, [combine(total, terms, self.divided, verify=verify)], terms
-        except UnsupportedUse:
-            if self.route != ORDINARY:
-                raise
-            # Nothing is clipped: the mean over the rows stands for each of them.
-            return output, [total.expand(layout.units)], terms
-
     def differentiate(self, parts: JoinedPasses) -> None:
-        """Run the backward passes of one micro-batch's forward passes into the accumulator, as one that uses more."""
+        """Run the backward passes of one micro-batch's forward passes into the accumulator, as if they were one pass."""
         if parts[0][0].replay is not None:
             parts[0][0].replay(parts[0][1])
             return
-        with self._uncompiled(), nullcontext() if self.route == ORDINARY else hooks_aside(self._parameters):
+        with self._uncompiled(), nullcontext() if self.route == ORDINARY else gradient_hooks_disabled(self._parameters):
             self._differentiate(parts)
 
     def _differentiate(self, parts: JoinedPasses) -> None:
@@ -618,6 +603,18 @@ class Passes:
                 # What only other outputs follow from is freed with them.
                 own.tops.clear()
 
+    def _differentiate_rows(self, parts: JoinedPasses) -> None:
+        """Each unit's rows in a backward pass of their own, from all passes at once."""
+        ticket, weights = parts[0][0].ticket, parts[0][0].layout.weights
+        scale = self.scale(ticket)
+        for unit in (weights != 0).nonzero()[:, 0].tolist():
+            rows = (ticket.row_units == unit).nonzero()[:, 0].tolist()
+            gradients = plain_gradients(*backward_starts(rows, parts, scale, self.returns_loss), self.read.values())
+            found = {n: g.float().unsqueeze(0) for n, g in zip(self.read, gradients) if g is not None}
+            self.accumulator.add_unit(found, weights[unit : unit + 1])
+        for own, _ in reversed(parts):
+            own.restore()
+
     @cached_property
     def _allowed(self) -> int:
         return allowed_bytes(self.parameters, self.device)
@@ -640,7 +637,7 @@ class Passes:
         return self._kept[shape] <= self._allowed
 
     def drop_zero_gradients(self) -> None:
-        """Let go of what ``zero_grad(set_to_none=False)`` leaves; gradients that are not all zeros stay."""
+        """Free the gradients that ``zero_grad(set_to_none=False)`` set to zero; others stay, to be refused."""
         if {None}.issuperset(map(_GRADIENT, self._parameters)):
             return
         held = [parameter for parameter in self._parameters if parameter.grad is not None]

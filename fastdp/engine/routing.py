@@ -1,7 +1,7 @@
 """Which route a model's gradients take: decided at the first batch by one trace, with which later batches are compared.
 
-A batch is *checked* before its pass where it is the first, of a new kind, or due. Its pass is then compared with the trace. A
-pass that goes where no traced one went has the trace *extended* by that batch, which is checked as the first one was.
+A batch is *checked* before its pass if it is the first, of a new kind, or due by schedule. Its pass is then compared with the
+trace. Where a pass differs, that batch *extends* the trace and is checked as the first one was.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from fastdp.calls.outputs import NO_ROWS
 from fastdp.calls.randomness import unchanged
 from fastdp.distributed.ranks import RankLost
 from fastdp.engine.capture.trace import Trace, Tracer
-from fastdp.engine.errors import Differentiates, OwnLoss, UnseenUse, UnsupportedUse, Untraceable
+from fastdp.engine.errors import InnerBackward, OwnLoss, UnseenUse, UnsupportedUse, Untraceable
 from fastdp.engine.loss.boundary import Junction
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import CaptureContext
 from fastdp.validate import first_line
 
-#: Each is checked as the first batch is.
+#: Different sets of uses that batches may have: each costs the checks of a first batch.
 _MOST_WAYS = 16
 #: Kinds of calls that are remembered, at most: the oldest are compared with the trace anew.
 MOST_CALLS = 1 << 12
-#: Values of one text argument that are compared with the trace; one that has had more is no choice among ways.
+#: Values of a text argument that count as choices among branches of the model; with more, it is taken for free text.
 _MOST_TEXTS = 32
 
 
@@ -183,8 +183,7 @@ class Routing:
         """Verify what a batch's own forward pass gave."""
 
     def run_probe(self, call: Call, ticket: Ticket, junction: Junction) -> Any:
-        """Run a batch that only verifies the training loop."""
-        # Nothing is missing: a router that verifies nothing plans no probe batches, so none of them can arrive here.
+        """Run a batch that only verifies the training loop; a router that verifies nothing plans none."""
         raise NotImplementedError("only fastdp.verify.Checks hands out such batches")
 
     def abandon(self) -> None:
@@ -219,7 +218,7 @@ class Routing:
         try:
             # Otherwise losses cannot be told apart by row, and nothing can be compared.
             if passes.trace.mapped:
-                self._verify_rows(call, ticket)
+                self._settle_reductions(call, ticket)
         except UnsupportedUse as error:
             reason = reason or str(error)
         reason = reason or self._try_uses(call, ticket)
@@ -249,7 +248,7 @@ class Routing:
             if isinstance(error, Untraceable) or passes.weights.cut:
                 raise
             reason = str(error)
-            if not isinstance(error, Differentiates):
+            if not isinstance(error, InnerBackward):
                 try:
                     with torch.no_grad():
                         output = passes.plain_forward(*call[0], **call[1])
@@ -261,19 +260,30 @@ class Routing:
                 passes.recollates = ticket.source is not None and ticket.source.sources(call) is not None
             return Trace([], carriers, carriers, {}, {}, [], mapped=False, conflict=reason)
 
-    def _verify_rows(self, call: Call, ticket: Ticket) -> None:
-        """`verify_rows`; of losses of the model's own with its means and sums over rows."""
-        passes, failed = self.passes, Exception()
-        for reductions in (True, False) if passes.trace and passes.trace.outputs.may_be_losses else (False, True):
-            passes.reductions = reductions
-            try:
-                return self.verify_rows(call, ticket)
-            except (UnsupportedUse, SelfCheckError) as error:
-                failed = failed if reductions else error
-                if not (reductions or isinstance(error, OwnLoss)):
-                    break
+    def _settle_reductions(self, call: Call, ticket: Ticket) -> None:
+        """Decide, by `verify_rows`, whether the model's own means and sums over rows count as losses, as torch's do.
+
+        They count if torch's loss functions do not explain the loss; where outputs may be losses, they are tried first.
+        """
+        passes = self.passes
+        reductions_first = passes.trace is not None and passes.trace.outputs.may_be_losses
+        if reductions_first and self._verify_reductions(call, ticket):
+            return
         passes.reductions = False
-        raise failed
+        try:
+            self.verify_rows(call, ticket)
+        except OwnLoss:
+            if reductions_first or not self._verify_reductions(call, ticket):
+                raise
+
+    def _verify_reductions(self, call: Call, ticket: Ticket) -> bool:
+        """Whether `verify_rows` holds with the model's own means and sums over rows as losses, which then count as such."""
+        self.passes.reductions = True
+        try:
+            self.verify_rows(call, ticket)
+        except (UnsupportedUse, SelfCheckError):
+            self.passes.reductions = False
+        return self.passes.reductions
 
     def _try_uses(self, call: Call, ticket: Ticket) -> str | None:
         passes = self.passes
@@ -381,9 +391,9 @@ class TraceCache:
             self._extended = False
         if self._extended:
             raise UnseenUse("a few rows of a batch read parameters in a way that no whole batch did")
-        told = RowNumbers not in map(type, found.values())
-        if not told:
-            # The shape of a list does not tell how long its entries are.
+        # The shape of a list does not tell how long its entries are.
+        shapes_suffice = RowNumbers not in map(type, found.values())
+        if not shapes_suffice:
             inputs |= context.shapes
         # The first pass is the one that was traced.
         if self._uses and inputs not in self._uses:
@@ -398,7 +408,7 @@ class TraceCache:
             if way not in self._ways:
                 raise UnseenUse(reason)
         _remember(self._uses, inputs, known | context.shapes)
-        return told
+        return shapes_suffice
 
     def _require_same(self, call: Call, rows: int) -> None:
         with unchanged(self._tracer.model):

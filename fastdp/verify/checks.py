@@ -84,6 +84,7 @@ class Checks(Routing):
         """Learn which state the trace writes."""
 
         def again(data: int) -> DataFlow:
+            # Two batches of other rows, in other numbers: state that they write alike follows from no data.
             rows = [[0, 1 % ticket.rows], [ticket.rows - 1, 0, 0]][data]
             args, kwargs = take_rows(call, torch.tensor(rows), as_long_as(call, ticket.rows))
             with torch.no_grad(), DataFlow(tensors((args, kwargs))) as followed:
@@ -142,7 +143,6 @@ class Checks(Routing):
             super().verify_engine(call, ticket)
 
     def verify_alone(self, call: Call, ticket: Ticket) -> None:
-        """The one-example route's own check."""
         check_alone(self.passes, call, ticket, ticket.chosen_rows())
 
     def verify_later(self, call: Call, ticket: Ticket, due: str) -> None:
@@ -214,18 +214,15 @@ class Checks(Routing):
             self.loop.begin(source, rows, ahead=True)
 
     def run_probe(self, call: Call, ticket: Ticket, junction: Junction) -> Any:
-        """Run a batch that only verifies the loop."""
         output = self.loop.run_forward(call, ticket, junction)
         self.state.accept_buffers()
         return output
 
     def run_deferred_checks(self) -> None:
-        """Verify microbatches of weights in pieces before their release."""
         super().run_deferred_checks()
         self.state.accept_buffers()
 
     def abandon(self) -> None:
-        """Forget probe batches of a logical batch that was discarded."""
         self.loop.forget()
 
     def sentences(self) -> list[str]:

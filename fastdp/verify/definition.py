@@ -26,11 +26,15 @@ from fastdp.engine.loss.losses import LossTerms, graph_of, intercepted
 from fastdp.engine.passes import Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.validate import first_line
-from fastdp.verify.probe import GRADIENTS, Probe, RowValues, same_shapes
+from fastdp.verify.probe import GRADIENT_TOLERANCE, Probe, RowValues, same_shape_factor
 
 OVERFLOWS = "a row that is not finite reaches other rows (0 times NaN is NaN)"
 NO_LOSS = "No example of this batch has a finite loss. Check labels and inputs; this batch was not released."
 PADDING_ERROR = "padding changes this row's loss: pad on the right or pass position_ids and an attention mask"
+CHANGES = (
+    "The model's loss changes between calls: it keeps a queue, statistic or counter. Count in a buffer, remove the rest; "
+    "this batch was not released."
+)
 UNDECIDED = (
     "the loop, the model, its collator or the criterion draws random numbers that depend on the batch's shape, so rows were "
     "compared beside other companions and not alone"
@@ -43,8 +47,8 @@ class _Calls:
 
     whole: Call
     alone: dict[int, Call]
-    draws: bool = False
-    collated: bool = False
+    draws: bool = False  # collation draws random numbers, so that rows are cut
+    collated: bool = False  # rows are collated from the examples that the batch was made of
 
     @classmethod
     def of(cls, probe: Probe, rows: Sequence[int]) -> _Calls:
@@ -130,7 +134,7 @@ class _Comparison:
             self._require_same(base, row, alone[row])
         lost = [] if compared or probe.ticket.rows == 1 else [row for row in rows if base.finite(row)]
         if lost:
-            # Statistics of one row may not be finite where those of a batch are.
+            # A statistic of one row (a variance, say) may not be finite where that of a batch is.
             self._explain(base, lost[0], alone[lost[0]])
         if base.rest or single.rest:
             raise OwnLoss("the model adds a term of its own to torch's loss functions")
@@ -164,7 +168,7 @@ class _Comparison:
     def _alike(self, one: RowValues, row: int, other: RowValues) -> bool:
         """Whether a row has the loss, and the gradients at its inputs, of another pass on one row, but for rounding."""
         alike = one.gap(row, other, 0) <= self.tolerance
-        return alike and not (self.gradients and one.input_gap(row, other, 0) > GRADIENTS * self.tolerance)
+        return alike and not (self.gradients and one.input_gap(row, other, 0) > GRADIENT_TOLERANCE * self.tolerance)
 
     def _run(self, call: Call) -> RowValues:
         """One pass on one row."""
@@ -179,14 +183,14 @@ class _Comparison:
         if self._alike(base, row, self._run(cut)):
             self._explain_padding(cut, row, alone)
         if alone.finite(0) and not self._alike(alone, 0, self._alone(row)):
-            raise stateful()
+            raise SelfCheckError(CHANGES)
         if not losses:
             infinite = base.input_gap(row, alone, 0) == math.inf
             raise UnsupportedUse(OVERFLOWS if infinite else "the gradient at a row's inputs changes beside other rows")
         inputs = (t for t in tensors(self.calls.whole) if t.is_floating_point())
         if not base.finite(row) or not all(bool(torch.isfinite(t).all()) for t in inputs):
             raise UnsupportedUse(OVERFLOWS)
-        raise coupled(probe, self.calls.whole, row)
+        raise coupling_error(probe, self.calls.whole, row)
 
     def _explain_padding(self, cut: Call, row: int, alone: RowValues) -> NoReturn:
         """Raise for a row that has the same loss without its companions, and another if it is collated by itself."""
@@ -221,14 +225,15 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
         raise
     except Exception as error:
         raise UnsupportedUse(f"the model fails on rows in another order: {first_line(error)}") from error
-    limit = rounding(passes.model) * same_shapes(passes) * (1 if passes.device.type == "cpu" else 10)  # atomic sums
+    # Atomic sums on a GPU round in another order each time.
+    limit = rounding(passes.model) * same_shape_factor(passes) * (1 if passes.device.type == "cpu" else 10)
     # What the last row draws may follow from what earlier rows drew.
     places = (0,) if one.draws else (0, 1 + len(beside))
     if any(one.finite(at) and not one.gap(at, two, at) <= limit for at in places):
         # What rows draw may move what others draw; what they compute must not.
         one, two = (probe.run(made, 2 + len(beside)) for made in calls)
         if not one.draws and one.finite(0) and not one.gap(0, two, 0) <= limit:
-            raise coupled(probe, calls[0], 0)
+            raise coupling_error(probe, calls[0], 0)
         raise UnsupportedUse("a row's loss changes with the rows beside it")
 
 
@@ -283,7 +288,7 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
         if drew:
             continue
         if _differ(again, alone[0], tolerance):
-            raise stateful()
+            raise SelfCheckError(CHANGES)
         if any(_differ(a, b, tolerance) for a, b in zip(own, alone)):
             if not calls.collated:
                 raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING_ERROR}; this batch was not released.")
@@ -324,7 +329,7 @@ def check_mixed_derivative(probe: Probe, call: Call) -> None:
         except (RuntimeError, ValueError):
             return
     if any(bool((torch.isfinite(g[1:]) & (g[1:] != 0)).any()) for g in inputs.rows_first(mixed)):
-        raise coupled(probe, call, 0)
+        raise coupling_error(probe, call, 0)
 
 
 def _loss(probe: Probe, call: Call, *, stock: bool = False) -> float:
@@ -340,15 +345,7 @@ def _differ(one: float, other: float, tolerance: float) -> bool:
     return math.isfinite(one - other) and not math.isclose(one, other, rel_tol=tolerance)
 
 
-def stateful() -> SelfCheckError:
-    """The refusal of a model whose loss changes from pass to pass."""
-    return SelfCheckError(
-        "The model's loss changes between calls: it keeps a queue, statistic or counter. Count in a buffer, remove the rest; "
-        "this batch was not released."
-    )
-
-
-def coupled(probe: Probe, call: Call, row: int) -> SelfCheckError:
+def coupling_error(probe: Probe, call: Call, row: int) -> SelfCheckError:
     """The refusal of a model in which a row's loss depends on others, naming the module where that begins."""
     copies = probe.rows([row] * probe.ticket.rows, call)
     one, two = (module_outputs(probe.passes.model, probe.passes.plain_forward, made, row) for made in (call, copies))

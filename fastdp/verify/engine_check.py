@@ -20,7 +20,7 @@ from fastdp.engine.loss.boundary import require_loss
 from fastdp.engine.passes import Passes, repeatable
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import uncast
-from fastdp.verify.definition import coupled
+from fastdp.verify.definition import coupling_error
 from fastdp.verify.probe import Probe
 
 #: How far norms and sums may be off, in float32 and in anything less.
@@ -86,7 +86,7 @@ def check_engine(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]
     for unit, gradients in zip(units, inputs):
         alike = [g for g in gradients if g.shape[: own.dim()] == own.shape]
         if any(bool((g[own != unit].nan_to_num() != 0).any()) for g in alike):
-            raise coupled(probe, call, 0 if probe.packed else rows[unit])
+            raise coupling_error(probe, call, 0 if probe.packed else rows[unit])
     low = dtypes.found or any(dtype.itemsize < 4 for dtype in read_dtypes(passes.model))
     measured = {unit: float(scales.seen[0].measured[:, unit].double().sum()) ** 0.5 for unit in units}
     rounding = {unit: float(scales.seen[0].norms[:, unit].norm()) - measured[unit] for unit in units}

@@ -17,13 +17,13 @@ from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state
 from fastdp.engine.capture.follow import InputGradients
 from fastdp.engine.errors import OwnLoss
-from fastdp.engine.loss.boundary import hooks_aside, require_loss, take_gradients
+from fastdp.engine.loss.boundary import gradient_hooks_disabled, require_loss, take_gradients
 from fastdp.engine.loss.losses import LossTerms, combine, divided_terms, intercepted, shares
 from fastdp.engine.passes import Passes
 from fastdp.engine.uses.layout import Layout, Ticket
 
-#: How far gradients may move where losses may move by 1.
-GRADIENTS = 10.0
+#: The tolerance of gradients, relative to that of losses.
+GRADIENT_TOLERANCE = 10.0
 
 
 @dataclass
@@ -134,10 +134,10 @@ class Probe:
         passes, layout = self.passes, self.layout(rows, packed=packed)
         mode = nullcontext() if training else in_mode(passes.model, training=False)
         inputs = None if upstream is None else InputGradients(call, self.carriers, rows)
-        changes = nullcontext() if dropout else DropoutDisabled()
+        dropout_mode = nullcontext() if dropout else DropoutDisabled()
         with preserve_rng(passes.model), torch.enable_grad(), mode:
             before = rng_state(passes.model)
-            found, terms, output = self._forward(call, layout, inputs, changes)
+            found, terms, output = self._forward(call, layout, inputs, dropout_mode)
             found.draws = rng_state(passes.model) != before
             if single is not None and passes.returns_loss:
                 passes.divided = divided_terms(found.shares, single.shares, rows)
@@ -145,7 +145,7 @@ class Probe:
                 losses = combine(require_loss(output), terms, passes.divided, verify=False)
                 del output
                 # Checkpointed pieces are computed again.
-                with passes.weights.gathered(), changes:
+                with passes.weights.gathered(), dropout_mode:
                     found.inputs = _input_gradients(losses, upstream, inputs)
         return found
 
@@ -163,28 +163,27 @@ class Probe:
         reached = []
         with preserve_rng(passes.model), torch.enable_grad():
             _, terms, output = self._forward(call, layout, inputs, nullcontext())
-            total = require_loss(output) if passes.returns_loss else None
-            losses = total if total is None else combine(total, terms, passes.divided, verify=False)
+            losses = combine(require_loss(output), terms, passes.divided, verify=False) if passes.returns_loss else None
             tops, seeds = passes.check_starts(output, rows, losses, terms)
-            del output, total, losses
+            del output, losses
             for number, unit in enumerate(units):
                 own = [torch.zeros_like(seed) for seed in seeds]
                 for seed, chosen in zip(seeds, own):
                     chosen[unit] = seed[unit]
                 arriving = take_gradients(parameters, partial(take, unit))
-                with passes.weights.gathered(), hooks_aside(parameters), arriving:
+                with passes.weights.gathered(), gradient_hooks_disabled(parameters), arriving:
                     torch.autograd.backward(tops, own, retain_graph=number + 1 < len(units))
                 reached.append(inputs.taken())
         return reached
 
     def _forward(
-        self, call: Call, layout: Layout, inputs: InputGradients | None, changes: AbstractContextManager[Any]
+        self, call: Call, layout: Layout, inputs: InputGradients | None, dropout_mode: AbstractContextManager[Any]
     ) -> tuple[RowValues, LossTerms, Any]:
-        """One plain forward pass; ``inputs`` follows the tensors whose gradients are wanted, within ``changes``."""
+        """One plain forward pass; ``inputs`` follows the tensors whose gradients are wanted, within ``dropout_mode``."""
         passes, terms = self.passes, self.passes.terms(layout)
         snapshot = BufferSnapshot(passes.model, passes.derived_buffers)
         try:
-            with inputs or nullcontext(), intercepted(terms), changes:
+            with inputs or nullcontext(), intercepted(terms), dropout_mode:
                 args, kwargs = call if inputs is None else inputs.call
                 output = passes.plain_forward(*args, **kwargs)
         except RuntimeError as error:
@@ -192,7 +191,7 @@ class Probe:
                 raise
             # The model sets requires_grad on what it makes of its inputs, or reads them by numpy.
             inputs.clear()
-            return self._forward(call, layout, None, changes)
+            return self._forward(call, layout, None, dropout_mode)
         snapshot.restore()
         if not passes.returns_loss:
             found = [] if passes.trace is None else passes.trace.outputs.of(output)
@@ -208,8 +207,8 @@ class Probe:
         return RowValues([t.per_unit.detach() for t in terms.terms], own, rest), terms, output
 
 
-def same_shapes(passes: Passes) -> float:
-    """How far values may move where shapes stay the same, relative to what other shapes may do."""
+def same_shape_factor(passes: Passes) -> float:
+    """The tolerance between passes of the same shapes, relative to that between passes of different shapes."""
     selects = passes.forwards.lists or (passes.trace is not None and passes.trace.selects)
     return 1.0 if selects else 1e-2
 

@@ -33,11 +33,11 @@ class StateCheck:
 
     Args:
         model: whose state is checked.
-        hold: puts a model's own parameters back into its modules.
+        restore_parameters: puts a model's own parameters back into its modules.
     """
 
-    def __init__(self, model: torch.nn.Module, hold: Callable[[], None] = lambda: None):
-        self.model, self._hold = model, hold
+    def __init__(self, model: torch.nn.Module, restore_parameters: Callable[[], None] = lambda: None):
+        self.model, self._restore_parameters = model, restore_parameters
         self._in_pieces = any(map(is_dtensor, model.parameters()))
         #: Buffers that training forwards write from parameters alone.
         self.harmless: frozenset[str] = frozenset()
@@ -46,7 +46,7 @@ class StateCheck:
         #: Frozen parameters that releases move, and nothing else may, by identity.
         self.moved: frozenset[int] = frozenset()
         self._structure: list[Any] | None = None
-        self._see_modules()
+        self._list_modules()
         self._settled: _Parameters | None = None
         #: Whether a frozen parameter was written between passes.
         self.frozen_written = False
@@ -54,7 +54,7 @@ class StateCheck:
 
     def settle(self) -> None:
         """Take parameters and buffers as they are now for released, or for not yet trained."""
-        self._hold()
+        self._restore_parameters()
         self._settled, self._buffers = self._parameters(), self._saved_buffers()
 
     def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
@@ -64,11 +64,11 @@ class StateCheck:
             trained: what may be trained; another parameter that has come to be trained raises as well.
         """
         self.require_parameters(None if trained is None else trained.values())
-        self._require_buffers(_changed)
+        self._require_buffers(_unreleased_change)
 
     def require_parameters(self, declared: Collection[Any] | None = None) -> None:
         """The same of parameters alone. The first time they are settled."""
-        self._hold()
+        self._restore_parameters()
         if self._settled is None:
             self.settle()
         before, now = cast(_Parameters, self._settled), self._parameters()
@@ -78,20 +78,21 @@ class StateCheck:
         if alike and {*map(id, itertools.compress(now[0], now[2]))} == {*map(id, filter(_TRAINED, declared))}:
             return
         known, own = {id(p): (c, t) for p, c, t in zip(*before)}, set(map(id, declared))
-        lost = not {n for n, (_, t) in known.items() if t or n in self.moved} <= set(map(id, now[0]))
+        replaced = not {n for n, (_, t) in known.items() if t or n in self.moved} <= set(map(id, now[0]))
         for name, p in self.model.named_parameters():
-            if p.requires_grad and id(p) not in own and not lost:
+            if p.requires_grad and id(p) not in own and not replaced:
                 raise RuntimeError((MOVED if id(p) in self.moved else UNDECLARED).format(name))
-            count, was_trained = known.get(id(p), (-1, lost))
+            # One that takes the place of a trained parameter is judged as that.
+            count, was_trained = known.get(id(p), (-1, replaced))
             if count != self._count(p):
                 if was_trained or p.requires_grad or id(p) in self.moved:
-                    raise _changed(name)
+                    raise _unreleased_change(name)
                 self.frozen_written = True
 
     def _require_buffers(self, error: Callable[[str], Exception]) -> None:
         now = self._saved_buffers()
         for name, seen in now.items():
-            if name not in self.harmless and _written(self._buffers.get(name), seen):
+            if name not in self.harmless and _was_written(self._buffers.get(name), seen):
                 raise error(name)
         self._buffers = now
 
@@ -108,10 +109,10 @@ class StateCheck:
             now += map(getattr, module._parameters.values(), itertools.repeat("requires_grad"), itertools.repeat(False))
         before, self._structure = self._structure, now
         if changed := before not in (None, now):
-            self._see_modules()
+            self._list_modules()
         return changed
 
-    def _see_modules(self) -> None:
+    def _list_modules(self) -> None:
         self._modules = list(self.model.named_modules())
         self._owned = [module._parameters for _, module in self._modules]
         self._buffered = [(prefix, module._buffers, module) for prefix, module in self._modules]
@@ -119,7 +120,7 @@ class StateCheck:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Raise `SelfCheckError`, naming it, if a saved buffer or a parameter is written or replaced meanwhile."""
-        self._require_buffers(_changed)
+        self._require_buffers(_unreleased_change)
         held, counts, _ = self._parameters()
         yield
         self._require_buffers(pass_writes)
@@ -142,7 +143,7 @@ class StateCheck:
         snapshot = BufferSnapshot(self.model)
         buffers, counts = self._saved_buffers(), {n: writes(p) for n, p in self.model.named_parameters()}
         yield
-        written = {n for n, seen in self._saved_buffers().items() if _written(buffers.get(n), seen)}
+        written = {n for n, seen in self._saved_buffers().items() if _was_written(buffers.get(n), seen)}
         parameters = {n: p for n, p in self.model.named_parameters() if counts.get(n) != writes(p)}
         if not written and not parameters:
             return
@@ -184,7 +185,7 @@ class StateCheck:
         }
 
 
-def _written(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor, int]) -> bool:
+def _was_written(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor, int]) -> bool:
     """Whether a buffer was written, or replaced by one of other values: a model may be moved to another device."""
     if before is None or before[0] is after[0]:
         return before is None or before[1] != after[1]
@@ -193,7 +194,7 @@ def _written(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor,
     return not (same and torch.equal(old.to(new.device), new))
 
 
-def _changed(name: str) -> RuntimeError:
+def _unreleased_change(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} was changed outside of a release. Clamp weights in a hook: optimizer.register_step_post_hook. After loading "
         "released ones call private.load_state_dict, or detach() and make_private again."

@@ -19,7 +19,7 @@ from fastdp.calls.outputs import OutputRows
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seeded
 from fastdp.engine.capture.follow import Follow
 from fastdp.engine.capture.intercept import OPERATIONS, operand
-from fastdp.engine.errors import Differentiates, UnsupportedUse, Untraceable
+from fastdp.engine.errors import InnerBackward, UnsupportedUse, Untraceable
 from fastdp.engine.loss.losses import LOSSES
 from fastdp.engine.uses.logits import Logits, Source
 from fastdp.engine.uses.rows import BatchAxis, BroadcastLayout, RowAxis, fold_between
@@ -250,9 +250,9 @@ class _Recorder(Follow):
                 self._note_read(name, operation, inputs[:1], chosen)
 
     def _refuse(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
-        """Raise `Untraceable`, or `Differentiates`, for an operation that no per-example gradient can be followed through."""
+        """Raise `Untraceable`, or `InnerBackward`, for an operation that no per-example gradient can be followed through."""
         if func in (torch.autograd.grad, torch.Tensor.backward):
-            raise Differentiates("the model differentiates inside its own forward pass")
+            raise InnerBackward("the model differentiates inside its own forward pass")
         if func is F.embedding_bag and given[0] not in self.data and any(t in self.data for t in given[2:]):
             raise Untraceable(
                 f"{self.names.get(id(given[1]), 'an embedding bag')}: flat ids beside offsets cannot be cut into rows; pad ids "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -43,8 +43,8 @@ class Entry:
     squared: torch.Tensor | None = None
     #: Whether the norms of ``instance`` were taken as it came.
     measured: bool = False
-    #: Of uses that a second pass will add as factors though their norms come from ``instance``: the scale of the rounding
-    #: errors of both, and how large they may be against it, ``[units]`` each.
+    #: For uses whose norms come from ``instance`` and that may be added as factors: their `Factors.row_products`, and by what
+    #: share of these rounding may move the sum away from what was measured, ``[units]`` each.
     products: torch.Tensor | None = None
     added: torch.Tensor | None = None
 
@@ -54,18 +54,18 @@ class Entry:
         self.instance = instance if self.instance is None else self.instance + instance.view_as(self.instance)
 
     def reach(self, norm: torch.Tensor) -> torch.Tensor | None:
-        """How far what is added may be from the instance, whose norm is given; None where the instance is added."""
-        # Each part is no longer than the whole and the others together.
+        """How far the added sum may be from ``instance``, whose norm is given; None where the instance itself is added."""
+        # Each part and their sum round; a part is at most as long as the instance and the other parts (triangle inequality).
         return None if self.products is None or self.added is None else self.added * (3 * self.products + norm)
 
 
 class _Plan(NamedTuple):
-    """How uses that were captured together are measured: their numbers by route, and what their sizes say of all."""
+    """How uses that were captured together are measured: the indices of those on each route; routes and errors of all."""
 
     gram: tuple[int, ...]
     direct: tuple[int, ...]
     small: tuple[int, ...]
-    #: Small ones on a GPU whose gradients take more memory than their factors.
+    #: Instantiated on a GPU to be measured, and again for the sums, as their factors take less memory meanwhile.
     repeats: tuple[int, ...]
     routes: dict[str, Route]
     errors: tuple[RouteErrors, ...]
@@ -101,16 +101,16 @@ class NormSink(Captures):
         self.keep = keep
         self.routes, self._cuts_sums = sums.routes, sums.weights.cuts_sums
         self.tables, self.plans = sums.tables, sums.plans
-        self.entries: dict[str, Entry] = {}
+        self.entries: defaultdict[str, Entry] = defaultdict(Entry)
         self.norms = Norms(len(self.policy.bounds), layout.units, layout.weights.device)
         self._launches = launches(layout.weights.device)
         self._grams = Grams(self.norms, self.policy, layout, self._launches)
-        #: What many were measured together: factors, and whole gradients by name.
+        #: What was measured together: factors in batches, and per-unit gradients by name.
         self.batches: list[FactorBatch] = []
         self.wholes: dict[str, torch.Tensor] = {}
-        #: Of what was measured as whole gradients the factors, of which the sums make the same gradients again.
+        #: Factors whose per-unit gradients were measured and freed: the sums make the same gradients again.
         self.repeats: list[FactorBatch] = []
-        #: Those of them that wait for their Gram matrices; and single uses that do, all of which read the same input.
+        #: Batches that wait for their Gram matrices; and single uses that do, all of which read the same input.
         self._by_gram: list[FactorBatch] = []
         self._waiting: list[RoutedUse] = []
         #: Uses that wait for all others, where they may: matrices in memory without a mask, each the only one of its parameter.
@@ -123,10 +123,7 @@ class NormSink(Captures):
     def entry(self, parameter: torch.nn.Parameter) -> tuple[str, Entry]:
         """A parameter's name, and what it has collected."""
         name = self.names[id(parameter)]
-        found = self.entries.get(name)
-        if found is None:
-            found = self.entries[name] = Entry()
-        return name, found
+        return name, self.entries[name]
 
     def take_instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
         name, entry = self.entry(parameter)
@@ -135,29 +132,29 @@ class NormSink(Captures):
 
     def matrix(self, parameter: torch.nn.Parameter, factors: Factors, layout: Layout) -> None:
         name, left, right = self.names[id(parameter)], factors.left, factors.right
-        alone = not self.may_hold_bytes or left.dim() < 2 or factors.tiled
-        if alone or factors.own_offsets is not None or self.expected.get(name, 1) > 1 or name in self.policy.masks:
-            self._take_alone(parameter, factors)
+        single = not self.may_hold_bytes or left.dim() < 2 or factors.tiled
+        if single or factors.own_offsets is not None or self.expected.get(name, 1) > 1 or name in self.policy.masks:
+            self._measure_single(parameter, factors)
             return
         narrow = min(left.shape[1], right.shape[1]) <= NARROW
         # A wide matrix's gradients by unit are one product of torch's: they gain nothing by waiting for others.
         waits = narrow or (self._launches and self._routed(name, factors).route.name != "instantiate")
         if not waits or (factors.laned and not self._launches):
-            self._take_alone(parameter, factors)
+            self._measure_single(parameter, factors)
             return
         if not self._launches:
             first = self._captured[0][1] if self._captured else factors
             if first.right.shape[0] != right.shape[0] or first.swap != factors.swap:
-                self._take_together()
+                self._measure_captured()
         self._captured.append((parameter, factors))
-        # The factors of others are kept for the sums in any case.
+        # Factors of wide matrices are kept for the sums whether they wait or not.
         if narrow:
             self._held_bytes += left.nbytes + right.nbytes
             if self._held_bytes > self.may_hold_bytes:
-                self._take_together()
+                self._measure_captured()
 
     def tokens(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, layout: Layout, laned: bool) -> None:
-        # One of an odd width would be read number by number, and all that share its launch.
+        # A width that is no multiple of 8 prevents wide loads, also of all matrices in the same launch.
         if layout.token_segments is not None or not (self._launches and self.may_hold_bytes) or gradient.shape[1] % 8:
             super().tokens(parameter, gradient, layout, laned)
             return
@@ -165,8 +162,8 @@ class NormSink(Captures):
         ones = CONSTANTS[(1.0,), gradient.dtype, gradient.device].expand(gradient.shape[0], 1)
         self.matrix(parameter, Factors(gradient, ones, laned), layout)
 
-    def _take_together(self) -> None:
-        """Sort what was captured: many matrices are measured in one launch, or one call."""
+    def _measure_captured(self) -> None:
+        """Measure the captured matrices by their routes: in one launch, or one call, for each length of tokens."""
         captured, self._captured, self._held_bytes, units = self._captured, [], 0, self.layout.units
         axes: dict[tuple[int, bool, bool], list[tuple[torch.nn.Parameter, Factors]]] = {}
         for own in captured:
@@ -180,15 +177,16 @@ class NormSink(Captures):
             if plan is None:
                 if len(self.plans) >= _PLANS:
                     self.plans.clear()
-                plan = self.plans[key] = self._planned(names, members)
+                plan = self.plans[key] = self._plan(names, members)
             self.routes.update(plan.routes)
             every = FactorBatch(names, lefts, rights, swap, self.layout.offsets(tokens, laned=laned), plan.errors)
             if not self._launches:
-                self._take_in_order(every, plan.small)
+                self._measure_narrow(every, plan.small)
             elif plan.small:
                 self.wholes.update(zip([names[at] for at in plan.small], self._measure_small(every.taken(plan.small))))
-            held = itertools.accumulate(4 * units * self.parameters[names[at]].numel() for at in plan.repeats)
-            for _, part in itertools.groupby(zip(held, plan.repeats), lambda own: 32 * own[0] // self.may_hold_bytes):
+            # In parts, each of whose gradients take about a 32nd of what captures may hold.
+            ends = itertools.accumulate(4 * units * self.parameters[names[at]].numel() for at in plan.repeats)
+            for _, part in itertools.groupby(zip(ends, plan.repeats), lambda own: 32 * own[0] // self.may_hold_bytes):
                 self.repeats.append(every.taken(tuple([at for _, at in part])))
                 self._measure_small(self.repeats[-1])
             for at in plan.direct if self._launches else ():
@@ -198,12 +196,12 @@ class NormSink(Captures):
             if plan.gram:
                 self._by_gram.append(every.taken(plan.gram))
 
-    def _planned(self, names: Sequence[str], members: Sequence[tuple[torch.nn.Parameter, Factors]]) -> _Plan:
+    def _plan(self, names: Sequence[str], members: Sequence[tuple[torch.nn.Parameter, Factors]]) -> _Plan:
         found = [self._routed(name, use) for name, (_, use) in zip(names, members)]
         numbers: dict[str, list[int]] = {"gram": [], "direct": [], "instantiate": [], "repeat": []}
         for at, (_, use, route, _) in enumerate(found):
             chosen = route.name
-            # A processor has narrow ones alone here.
+            # Only narrow matrices wait for others on a CPU, where Gram matrices do not pay for them.
             if not self._launches:
                 chosen = chosen if chosen == "instantiate" else "direct"
             elif chosen == "instantiate" and not (self._cuts_sums or _is_small(route, use.right)):
@@ -213,7 +211,7 @@ class NormSink(Captures):
         gram, direct, small, repeats = (tuple(own) for own in numbers.values())
         return _Plan(gram, direct, small, repeats, routes, errors)
 
-    def _take_in_order(self, batch: FactorBatch, small: tuple[int, ...]) -> None:
+    def _measure_narrow(self, batch: FactorBatch, small: tuple[int, ...]) -> None:
         """Measure narrow matrices on a processor in the order of their captures, and make the gradients of the small ones.
 
         A unit's norm then does not depend on the routes, which the lengths of others decide.
@@ -234,7 +232,7 @@ class NormSink(Captures):
         self.norms.add_rows(self.policy.groups(batch.names), squared, errors)
         return gradients
 
-    def _take_alone(self, parameter: torch.nn.Parameter, factors: Factors) -> None:
+    def _measure_single(self, parameter: torch.nn.Parameter, factors: Factors) -> None:
         name, entry = self.entry(parameter)
         entry.uses += 1
         masked = bool(self.policy.masks) and name in self.policy.masks
@@ -296,8 +294,8 @@ class NormSink(Captures):
         self.entries |= {name: Entry(instance=gradient) for name, gradient in self.wholes.items()}
         self.batches, self.wholes = [], {}
 
-    def _require_once(self) -> None:
-        """As `require_once`, of all that came together."""
+    def _require_all_once(self) -> None:
+        """`require_once` for the uses that were measured together."""
         names = [*itertools.chain(*[batch.names for batch in (*self.batches, *self.repeats)]), *self.wholes]
         if len({*names, *self.entries}) < len(names) + len(self.entries):
             seen = Counter([*names, *self.entries])
@@ -309,33 +307,34 @@ class NormSink(Captures):
             raise RuntimeError(f"{name} was used more often than when the model was traced; its norm cannot be trusted")
 
     def _add_own_norms(self, found: RoutedUse) -> None:
-        """A vocabulary's head, whose tiles gave its norms in the forward pass, or a stack of experts."""
-        self._take_earlier()
+        """Add the norms that a use finds itself: a vocabulary's head by tiles in the forward pass, or a stack of experts."""
+        self._measure_waiting()
         (squares, products), imprecise = found.use.powers(self.layout), found.use.imprecise
         tokens = found.use.lengths(self.layout)
-        self._take(found, found.errors.direct, squares * imprecise, products * imprecise, tokens)
-        self._take(found, found.errors.gram, squares * ~imprecise, products * ~imprecise, tokens)
+        # Each unit's norm has the error of the route that found it.
+        self._add_norms(found, found.errors.direct, squares * imprecise, products * imprecise, tokens)
+        self._add_norms(found, found.errors.gram, squares * ~imprecise, products * ~imprecise, tokens)
 
-    def _take_earlier(self) -> None:
+    def _measure_waiting(self) -> None:
         """On a processor, norms are added up in the order of captures, whatever waits."""
         if self._captured and not self._launches:
-            self._take_together()
+            self._measure_captured()
 
     def _add_direct(self, found: RoutedUse, squares: torch.Tensor | None = None) -> None:
-        self._take_earlier()
+        self._measure_waiting()
         use, offsets = found.use.dense(), found.use.offsets(self.layout)
         if squares is None:
             squares = ops.sqnorm(use.left, use.right, offsets, "direct")
         products, tokens = use.scales_of_errors(self.layout)
         if not self._launches or use.one_hot or found.use.tiled:
-            self._take(found, found.errors.direct, squares, products, tokens)
+            self._add_norms(found, found.errors.direct, squares, products, tokens)
             return
         # Which route a matrix goes on a GPU depends on its neighbours: the bound does not.
         self._grams.add_direct(found, squares, products, tokens)
         if not self.keep:
             self._grams.judge()
 
-    def _take(
+    def _add_norms(
         self, found: RoutedUse, errors: Errors, squares: torch.Tensor, products: torch.Tensor, tokens: torch.Tensor
     ) -> None:
         group = self.policy.group_of[found.name]
@@ -466,37 +465,37 @@ class NormSink(Captures):
 
     def finish(self) -> UpperNorms:
         """Upper bounds of what each unit adds, complete."""
-        self._take_together()
+        self._measure_captured()
         self._flush()
         for batch in self._by_gram:
             self._grams.add_batch(batch)
         self._by_gram.clear()
-        self._require_once()
+        self._require_all_once()
         self._grams.judge()
         whole: dict[str, Entry] = {}
         for name, entry in self.entries.items():
             if name in self.policy.masks:
-                self._masked(name, entry)
+                self._measure_masked(name, entry)
                 continue
             if entry.factors and (self.expected.get(name, 1) > 1 or entry.instance is not None):
-                self._several(name, entry)
+                self._measure_repeated(name, entry)
             if entry.instance is not None and not entry.measured:
                 whole[name] = entry
-                if not self.keep:
+                if not self.keep:  # Then one gradient at a time is in memory.
                     self._add_instances(whole)
                     whole.clear()
         self._add_instances(whole)
         self._grams.judge()
         return self.norms.upper()
 
-    def _several(self, name: str, entry: Entry) -> None:
+    def _measure_repeated(self, name: str, entry: Entry) -> None:
         """Norm of a parameter used several times: of the summed gradient, cross terms included (rule 5)."""
         if entry.instance is not None:
-            self._put_together(name, entry)
+            self._instantiate_all(name, entry)
             return
         uses = join_uses(join_experts([use.unswapped for use in entry.factors], self.layout.units), self.layout)
         if len(uses) > 1:
-            self._crossed(name, uses)
+            self._add_cross_terms(name, uses)
         elif uses[0].finds_norms:
             self._add_own_norms(self._routed(name, uses[0]))
         elif uses[0].one_hot or min(uses[0].width, uses[0].right.shape[1]) <= NARROW:
@@ -505,7 +504,7 @@ class NormSink(Captures):
             self._grams.add([self._routed(name, uses[0])])
         self.drop(entry)
 
-    def _put_together(self, name: str, entry: Entry) -> None:
+    def _instantiate_all(self, name: str, entry: Entry) -> None:
         """Make one whole gradient by unit of all that a parameter has collected."""
         uses = [use.dense() for use in entry.factors]
         # Also where no second pass adds them apart: memory decides that, and so the lengths of others.
@@ -522,7 +521,7 @@ class NormSink(Captures):
         entry.instance, entry.squared = total, None
         entry.factors.clear()
 
-    def _crossed(self, name: str, uses: list[Factors]) -> None:
+    def _add_cross_terms(self, name: str, uses: list[Factors]) -> None:
         """Uses of different kinds: a square each, and twice the inner product of each two."""
         group = self.policy.group_of[name]
         assert isinstance(group, int)
@@ -553,18 +552,12 @@ class NormSink(Captures):
             again = torch.zeros_like(square)
             for unit in imprecise.nonzero()[:, 0].tolist():
                 again[unit] = ops.instance_sqnorm(whole[unit][None])[0]
-            self.add_powers(
-                name,
-                again,
-                rounding,
-                products=torch.where(imprecise, products, 0),
-                tokens=tokens,
-                added=added.plus(added),
-            )
+            direct = torch.where(imprecise, products, 0)
+            self.add_powers(name, again, rounding, products=direct, tokens=tokens, added=added.plus(added))
             square, products = torch.where(imprecise, 0, square), torch.where(imprecise, 0, products)
         self.add_powers(name, square, rounding, products=products, tokens=tokens, gram=gram, added=added)
 
-    def _masked(self, name: str, entry: Entry) -> None:
+    def _measure_masked(self, name: str, entry: Entry) -> None:
         mask = self.policy.masks[name]
         if len(entry.factors) == 1 and entry.instance is None:
             use = entry.factors[0]
@@ -575,7 +568,7 @@ class NormSink(Captures):
             self.drop(entry)
         else:
             if entry.factors:
-                self._put_together(name, entry)
+                self._instantiate_all(name, entry)
             assert entry.instance is not None
             squared = ops.instance_masked_sqnorm(entry.instance.view(-1, *mask.shape), mask)
             rounding = ops.Rounding(entry.instance)

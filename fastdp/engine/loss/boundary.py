@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import map_tensors, tensors
-from fastdp.calls.outputs import differentiable as differentiable
 from fastdp.engine.uses.logits import Logits
 from fastdp.engine.uses.use import ForbidBackward, Use
 
@@ -39,7 +38,7 @@ class Junction:
 
 
 class _Join(Use):
-    """Runs once every boundary before it has, in one backward pass."""
+    """Autograd runs its backward after that of every boundary that the loss reached."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, junction: Callable[[], Junction]) -> Any:
@@ -82,7 +81,7 @@ class OutputBoundary(Use):
 
 
 class OutputSeeds(Use):
-    """A scalar whose backward pass goes on at outputs, which it does not keep, with the ``gradients`` put there before."""
+    """A scalar whose backward pass goes on at the outputs with ``gradients``, which the caller fills in; it keeps no output."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor | None], *outputs: torch.Tensor) -> Any:
@@ -122,7 +121,7 @@ def take_gradients(
 
 
 @contextmanager
-def hooks_aside(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+def gradient_hooks_disabled(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     """Disable the user's gradient hooks: the gradients in here are those of single examples, which no hook may see."""
     every = (own for p in parameters for own in (p._backward_hooks, p._post_accumulate_grad_hooks) if own)
     held = [(own, dict(own)) for own in every]
@@ -178,7 +177,7 @@ def find_loss(output: Any, *, only: bool = False) -> torch.Tensor | None:
                 f"The model returned {len(scalars)} scalars that require gradients. Return their sum as 'loss', or detach "
                 "all but one."
             )
-        # Of one row, outputs may have one number too.
+        # Only without a scalar: outputs of one row may have one number too.
         alone = isinstance(first, torch.Tensor) and first.numel() == 1 and first.requires_grad
         return next(iter(scalars.values()), first if alone else None)
     if loss.numel() != 1:
@@ -204,17 +203,18 @@ def replace_loss(output: Any, loss: torch.Tensor, beside: Mapping[int, torch.Ten
     """
     replaced = {**beside, id(find_loss(output)): loss}
 
-    def passed(t: torch.Tensor) -> Any:
+    def replacement(t: torch.Tensor) -> Any:
         if id(t) in replaced:
             return replaced[id(t)]
-        looked_at = isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point())
-        return t if looked_at else ForbidBackward.apply(t)
+        # What no loss may use raises in backward(); `Logits` do so themselves.
+        harmless = isinstance(t, Logits) or not (t.requires_grad and t.is_floating_point())
+        return t if harmless else ForbidBackward.apply(t)
 
     if isinstance(output, dict):
         for key, value in output.items():
-            output[key] = map_tensors(value, passed)
+            output[key] = map_tensors(value, replacement)
         return output
     if isinstance(output, (torch.Tensor, tuple, list)) or is_dataclass(output):
-        return map_tensors(output, passed)
+        return map_tensors(output, replacement)
     output.loss = loss
     return output

@@ -19,25 +19,22 @@ from fastdp.ops.routes import NARROW
 
 
 def linear_of(module: torch.nn.Linear, reads: Reads, context: CaptureContext, x: torch.Tensor) -> Any:
-    """The use that a call of torch's own linear layer is; found once for inputs of a shape, and the same from then on."""
-    # A step asks this of every layer, and a function called takes the host as long as all that is compared here.
+    """Capture a call of torch's own linear layer; its use is looked up by the shape of the input after the first time."""
+    # Written out, as every layer runs this in every step, and one more call would take as long as all of it.
     own, layout = module._parameters, context.layout
     weight, bias = own.get("weight"), own.get("bias")
     known = reads.known.get(("linear", id(weight), id(bias), x.shape, layout.rows))
     plain = layout.token_segments is None and id(weight) not in reads.heads.weights
+    # An attribute of the module may hide its parameter.
     if known is not None and plain and module.__dict__.keys().isdisjoint(own):
-        noted, use, held = known
-        context.shapes.add(noted)
+        kind, use, held = known
+        context.shapes.add(kind)
         return linear_with_capture(x, weight, bias, context, use, held)
     return _linear(reads, context, x, module.weight, module.bias)
 
 
 def _linear(reads: Reads, context: CaptureContext, input: Any, weight: Any, bias: Any = None) -> Any:
-    if (
-        id(weight) not in reads.heads.weights
-        or isinstance(input, PerExampleParameter)
-        or isinstance(bias, PerExampleParameter)
-    ):
+    if id(weight) not in reads.heads.weights or any(isinstance(t, PerExampleParameter) for t in (input, bias)):
         return _product(reads, context, "linear", input, weight, bias, swap=False)
     product = functools.partial(_product, reads, context, "linear", input, weight, bias, swap=False)
     trained = (weight if reads.is_trained(weight) else None, bias if reads.is_trained(bias) else None)
@@ -47,13 +44,13 @@ def _linear(reads: Reads, context: CaptureContext, input: Any, weight: Any, bias
         if fold is None or not fold.natural:
             return product()
 
-    def whole() -> torch.Tensor:
+    def compute() -> torch.Tensor:
         return F.linear(input, weight, bias) if owner is None else product()
 
-    def taken(logits: Logits, target: torch.Tensor, ignored: int, reduced: Any) -> torch.Tensor:
+    def losses_of(logits: Logits, target: torch.Tensor, ignored: int, reduced: Any) -> torch.Tensor:
         return take(logits, target, ignored, reduced, context, trained)
 
-    return reads.heads.leave_out(input, weight, bias, whole, taken)
+    return reads.heads.leave_out(input, weight, bias, compute, losses_of)
 
 
 def _addmm(
@@ -64,8 +61,8 @@ def _addmm(
     layout, plain = context.layout, type(mat1) is torch.Tensor
     known = reads.known.get(("addmm", id(mat2), id(input), mat1.shape, layout.rows)) if plain else None
     if known is not None and layout.token_segments is None:
-        noted, use, held = known
-        context.shapes.add(noted)
+        kind, use, held = known
+        context.shapes.add(kind)
         return linear_with_capture(mat1, mat2, input, context, use, held)
     return _product(reads, context, "addmm", mat1, mat2, input, swap=True)
 
@@ -87,20 +84,20 @@ def _product(
     laned = isinstance(x, PerExampleParameter)
     fold = None if laned else reads.fold(operation, weight if trained[0] else bias, x, context)
     if fold is not None:
-        if fold.axis == x.dim() - 1:
+        if fold.axis == x.dim() - 1:  # The product would sum over the rows.
             return NotImplemented
         use = Product(swap, None, False, trained, None if fold.natural else fold)
         # The factors of wide matrices are kept for the sums in any case; a processor saves nothing with theirs.
         narrow, whole = min(weight.shape) <= NARROW, fold.natural and trained[0] and weight.dim() == 2
         whole &= x.device.type != "cpu" or (narrow and not swap)
         held = x.numel() // x.shape[-1] * sum(weight.shape) * x.element_size() if narrow and x.numel() else 0
-        held = held if whole else 1 << 62
+        held = held if whole else 1 << 62  # more than may wait
         if isinstance(fold, Selection):
             return fold.follow(linear_with_capture(x, weight, bias, context, use, held))
         if trained[0]:
             rows = context.layout.rows
-            noted = operation_kind(operation, x.shape, rows, fold)
-            reads.keep((operation, id(weight), id(bias), x.shape, rows), (noted, use, held))
+            kind = operation_kind(operation, x.shape, rows, fold)
+            reads.keep((operation, id(weight), id(bias), x.shape, rows), (kind, use, held))
         return linear_with_capture(x, weight, bias, context, use, held)
     own = tuple(p for p, read in zip((weight, bias), trained) if read)
     if laned:

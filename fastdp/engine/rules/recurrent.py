@@ -24,7 +24,8 @@ from fastdp.ops.cells import RECURRENT_CELLS, CellRun, State, shifted
 class RecurrentUse(torch.autograd.Function):
     """One direction of one layer: x ``[steps, rows, n]`` and first states ``[rows, m]`` to states ``[steps, rows, m]``.
 
-    Returns the states of all steps and the last state, of which the LSTM has two parts.
+    ``w_ih`` to ``b_hh`` are those of `torch.nn.LSTMCell`. Returns the states of all steps and the last state, of which the
+    LSTM has two parts.
     """
 
     @staticmethod
@@ -35,49 +36,49 @@ class RecurrentUse(torch.autograd.Function):
         backwards: bool,
         context: CaptureContext,
         trained: tuple[bool, ...],
-        into: torch.Tensor,
-        across: torch.Tensor,
-        bias: torch.Tensor | None,
-        own: torch.Tensor | None,
+        w_ih: torch.Tensor,
+        w_hh: torch.Tensor,
+        b_ih: torch.Tensor | None,
+        b_hh: torch.Tensor | None,
         *first: torch.Tensor,
     ) -> Any:
         cell = RECURRENT_CELLS[kind]
         ctx.context, ctx.kind, ctx.backwards = context, kind, backwards
         ctx.x_dtype, ctx.first_dtypes = x.dtype, [state.dtype for state in first]
-        ctx.parameters = [p if chosen else None for p, chosen in zip((into, across, bias, own), trained)]
-        x, into, across, bias, own = (as_autocast(t) for t in (x, into, across, bias, own))
+        ctx.parameters = [p if chosen else None for p, chosen in zip((w_ih, w_hh, b_ih, b_hh), trained)]
+        x, w_ih, w_hh, b_ih, b_hh = (as_autocast(t) for t in (x, w_ih, w_hh, b_ih, b_hh))
         first = tuple(as_autocast(f) for f in first)
         with torch.autocast(x.device.type, enabled=False):
-            given = F.linear(x, into, bias if own is None or not cell.one_bias else bias + own)
-            run = cell.forward(given, first, across, None if cell.one_bias else own, backwards)
+            gates = F.linear(x, w_ih, b_ih if b_hh is None or not cell.one_bias else b_ih + b_hh)
+            run = cell.forward(gates, first, w_hh, None if cell.one_bias else b_hh, backwards)
         ctx.kept = len(run.kept)
-        ctx.save_for_backward(x, into, across, run.hidden, *run.kept, *first)
-        # The last state is a view of what is kept.
+        ctx.save_for_backward(x, w_ih, w_hh, run.hidden, *run.kept, *first)
+        # Cloned, since the last state is a view of what is saved for the backward pass.
         return run.hidden.clone(), *(state.clone() for state in run.last)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         upstream, *last = gradients
-        x, into, across, hidden, *rest = ctx.saved_tensors
+        x, w_ih, w_hh, hidden, *rest = ctx.saved_tensors
         run, first = CellRun(hidden, (), tuple(rest[: ctx.kept])), tuple(rest[ctx.kept :])
         sink, layout = ctx.context.open(), ctx.context.layout
-        back = RECURRENT_CELLS[ctx.kind].backward(run, first, across, upstream, tuple(last), ctx.backwards)
+        back = RECURRENT_CELLS[ctx.kind].backward(run, first, w_hh, upstream, tuple(last), ctx.backwards)
 
         def rows_first(t: torch.Tensor) -> torch.Tensor:
             return t.transpose(0, 1).flatten(0, 1)
 
         inputs = rows_first(back.inputs)
         states = inputs if back.states is back.inputs else rows_first(back.states)
-        into_parameter, across_parameter, *biases = ctx.parameters
-        if into_parameter is not None:
-            sink.matrix(into_parameter, Factors(inputs, rows_first(x)), layout)
-        if across_parameter is not None:
+        input_parameter, state_parameter, *biases = ctx.parameters
+        if input_parameter is not None:
+            sink.matrix(input_parameter, Factors(inputs, rows_first(x)), layout)
+        if state_parameter is not None:
             before = shifted(hidden, first[0], ctx.backwards)
-            sink.matrix(across_parameter, Factors(states, rows_first(before)), layout)
+            sink.matrix(state_parameter, Factors(states, rows_first(before)), layout)
         for bias, gradient in zip(biases, (back.inputs, back.states)):
             if bias is not None:
                 sink.vector(bias, layout.by_lane(gradient.sum(0, dtype=torch.float32)), layout)
-        found = (back.inputs @ into).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
+        found = (back.inputs @ w_ih).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
         return found, *(None,) * 8, *(f.to(d) for f, d in zip(back.first, ctx.first_dtypes))
 
 
@@ -106,27 +107,20 @@ def _layer(kind: str, reads: Reads, context: CaptureContext, input: Any, *rest: 
     x = _state(input if not batch_first else input.transpose(0, 1), context)
     reads.require_rows(kind, weights, x.transpose(0, 1) if x.dim() == 3 else input, context)
     first = [_state(state, context) for state in (hx if kind == "lstm" else (hx,))]
-    lasts: list[State] = []
+    last_states: list[State] = []
     for layer in range(layers):
         parts = []
         for direction in range(directions):
             place = layer * directions + direction
             own = tuple(weights[place * each : (place + 1) * each]) + (None,) * (4 - each)
-            out, *last = RecurrentUse.apply(
-                x,
-                kind,
-                direction == 1,
-                context,
-                tuple(map(reads.is_trained, own)),
-                *own,
-                *(state[place] for state in first),
-            )
+            trained, begin = tuple(map(reads.is_trained, own)), [state[place] for state in first]
+            out, *last = RecurrentUse.apply(x, kind, direction == 1, context, trained, *own, *begin)
             parts.append(out)
-            lasts.append(tuple(last))
+            last_states.append(tuple(last))
         x = parts[0] if directions == 1 else torch.cat(parts, 2)
         if dropout and training and layer + 1 < layers:
             x = F.dropout(x, dropout)
-    return (x.transpose(0, 1) if batch_first else x), *(torch.stack(states) for states in zip(*lasts))
+    return (x.transpose(0, 1) if batch_first else x), *(torch.stack(states) for states in zip(*last_states))
 
 
 def _cell(kind: str, reads: Reads, context: CaptureContext, input: Any, hx: Any, *weights: Any) -> Any:
