@@ -57,6 +57,7 @@ SUM_CASES = ((torch.bfloat16, 1024, 768, 768), (torch.float32, 129, 7, 133))
 RECORDED = Case("gpt2", 4, 256, 1024, 4, 4, 512, 32, 128, dropout=0.0, dtype=torch.float32)
 TUNINGS = (("LoRA of rank 16", 16), ("everything", 0))
 INSTANCE_CASES = ((torch.float32, 7, 33, 129),)
+#: The error that a check found, and the largest that passes.
 Result = tuple[float, float]
 
 
@@ -70,7 +71,7 @@ def factor(device: str, tokens: int, columns: int, dtype: torch.dtype, transpose
     return values.T if transposed else values
 
 
-def apart(got: Tensor, truth: Tensor, size: Tensor | None = None) -> float:
+def max_error(got: Tensor, truth: Tensor, size: Tensor | None = None) -> float:
     """Largest error relative to ``size``, or to the truth itself; infinite if something is not finite."""
     if not bool(torch.isfinite(got).all()):
         return float("inf")
@@ -90,36 +91,36 @@ def norms(device: str) -> Iterator[tuple[str, Result]]:
         label = f"{str(dtype)[6:]} {name} {m}x{n}"
         square = squares.sum((1, 2))
         for route in ("gram", "direct", "auto"):
-            yield f"sqnorm {route} {label}", (apart(ops.sqnorm(left, right, offsets, route), square), NORMS)
+            yield f"sqnorm {route} {label}", (max_error(ops.sqnorm(left, right, offsets, route), square), NORMS)
         both = torch.stack([square] * 2)
         squared, products = ops.gram_norms([left, left], [right], [2], offsets)
-        yield f"gram_norms {label}", (apart(squared, both), NORMS)
+        yield f"gram_norms {label}", (max_error(squared, both), NORMS)
         left_norms, right_norms = (x.norm(dim=1, dtype=torch.float64)[:, None] for x in (left, right))
         rows, _ = gradients(left_norms, right_norms, offsets, 1)
         for got in (*products, ops.row_products(left, right, offsets)[0]):
             # An upper bound, raised by what covers its own rounding and by 2^-42 an entry.
-            yield f"row_products {label}", (apart(got, rows[:, 0, 0]), 2.0**-9)
+            yield f"row_products {label}", (max_error(got, rows[:, 0, 0]), 2.0**-9)
         adds = (left != 0).any(1) & (right != 0).any(1)
         counts = torch.stack([unit.sum() for unit in adds.split(list(lengths))])
-        yield f"token_counts {label}", (apart(ops.token_counts([left], [right], offsets)[0], counts), 0.0)
-        yield f"row_products, counts {label}", (apart(ops.row_products(left, right, offsets)[1], counts), 0.0)
+        yield f"token_counts {label}", (max_error(ops.token_counts([left], [right], offsets)[0], counts), 0.0)
+        yield f"row_products, counts {label}", (max_error(ops.row_products(left, right, offsets)[1], counts), 0.0)
         chosen = torch.rand(offsets.shape[0] - 1, device=device) < 0.5
         got = ops.chosen_sqnorm([left], [right], offsets, chosen[None])[0]
-        yield f"chosen_sqnorm {label}", (apart(got, square * chosen), NORMS)
+        yield f"chosen_sqnorm {label}", (max_error(got, square * chosen), NORMS)
         if not strided:
-            yield f"abs_sum {label}", (apart(ops.abs_sum(left, right, offsets), truth.abs().sum((1, 2))), NORMS)
+            yield f"abs_sum {label}", (max_error(ops.abs_sum(left, right, offsets), truth.abs().sum((1, 2))), NORMS)
             mask = torch.rand(m, n, device=device) < 0.3
             parts = torch.stack([(squares * mask).sum((1, 2)), (squares * ~mask).sum((1, 2))])
-            yield f"masked_sqnorm {label}", (apart(ops.masked_sqnorm(left, right, offsets, mask), parts), NORMS)
+            yield f"masked_sqnorm {label}", (max_error(ops.masked_sqnorm(left, right, offsets, mask), parts), NORMS)
         yield from _unit_sums(left, right, offsets, lengths, label)
         ids = torch.randint(0, m, (tokens,), device=device)
         table, _ = gradients(ids, right, offsets, m)
         of_table = table.square().sum((1, 2))
-        yield f"sqnorm ids {label}", (apart(ops.sqnorm(ids, right, offsets), of_table), NORMS)
-        # A vocabulary is seldom a multiple of 16, and a tied head's rows are as long as that.
+        yield f"sqnorm ids {label}", (max_error(ops.sqnorm(ids, right, offsets), of_table), NORMS)
+        # Rows of a tied head are a vocabulary long, seldom a multiple of 16: these begin at no such multiple either.
         head = left if strided else torch.nn.functional.pad(left, (0, 8))[:, :m]
         got = ops.cross_inner(ids, right, head, right, offsets, offsets)
-        yield f"cross_inner {label}", (apart(got, (truth * table).sum((1, 2)), (square * of_table).sqrt()), NORMS)
+        yield f"cross_inner {label}", (max_error(got, (truth * table).sum((1, 2)), (square * of_table).sqrt()), NORMS)
 
 
 def _unit_sums(
@@ -130,23 +131,23 @@ def _unit_sums(
     bound = (max(lengths) + 8) * 2.0**-24
     every = torch.ones(tokens, 1, device=device)
     truth, terms = gradients(left, right, offsets, 0)
-    yield f"per_unit {label}", (apart(ops.per_unit(left, right, offsets), truth, terms), bound)
+    yield f"per_unit {label}", (max_error(ops.per_unit(left, right, offsets), truth, terms), bound)
     if left.dtype == torch.bfloat16:
         got = ops.per_unit(left, right, offsets_of(lengths))
-        yield f"per_unit by torch's product {label}", (apart(got, truth, terms), bound)
+        yield f"per_unit by torch's product {label}", (max_error(got, truth, terms), bound)
     (got, transposed), rows = ops.per_unit_group([left, right], [right, left], offsets)
-    worst = max(apart(got, truth, terms), apart(transposed.mT, truth, terms))
+    worst = max(max_error(got, truth, terms), max_error(transposed.mT, truth, terms))
     yield f"per_unit_group {label}", (worst, bound)
     both = torch.stack([truth.square().sum((1, 2))] * 2)
-    yield f"per_unit_group norms {label}", (apart(rows, both), NORMS)
+    yield f"per_unit_group norms {label}", (max_error(rows, both), NORMS)
     sums, terms = (found[:, :, 0] for found in gradients(left, every, offsets, 0))
-    yield f"column_sums {label}", (apart(ops.column_sums(left, offsets), sums, terms), bound)
+    yield f"column_sums {label}", (max_error(ops.column_sums(left, offsets), sums, terms), bound)
     mean, rstd = torch.rand(tokens, device=device), torch.rand(tokens, device=device)
     size = right.double().abs()
     normed = (right.double() - mean[:, None]) * rstd[:, None] * right.double()
     sizes = (size + mean[:, None]) * rstd[:, None] * size
     sums, terms = (gradients(x, every, offsets, 0)[0][:, :, 0] for x in (normed, sizes))
-    yield f"affine_sums {label}", (apart(ops.affine_sums(right, right, mean, rstd, offsets)[0], sums, terms), bound)
+    yield f"affine_sums {label}", (max_error(ops.affine_sums(right, right, mean, rstd, offsets)[0], sums, terms), bound)
 
 
 def sums(device: str) -> Iterator[tuple[str, Result]]:
@@ -166,18 +167,18 @@ def sums(device: str) -> Iterator[tuple[str, Result]]:
         size = clean.abs().T @ clear.abs()
         bound = (tokens + 8) * 2.0**-24 + (0.0 if dtype is torch.float32 else rounding)
         label = f"{str(dtype)[6:]} {tokens} {m}x{n}"
-        yield f"weighted_sum {label}", (apart(ops.weighted_sum(left, right, weights), exact(weights), size), bound)
+        yield f"weighted_sum {label}", (max_error(ops.weighted_sum(left, right, weights), exact(weights), size), bound)
         if dtype is torch.bfloat16:
             mask = torch.rand(m, n, device=device) < 0.3
             got = ops.masked_weighted_sum(left, right, weights, others, mask)
             truth = torch.where(mask, exact(weights), exact(others))
-            yield f"masked_weighted_sum {label}", (apart(got, truth, size), bound)
+            yield f"masked_weighted_sum {label}", (max_error(got, truth, size), bound)
         ids = torch.randint(0, m, (tokens,), device=device)
         truth = torch.zeros(m, n, dtype=torch.float64, device=device)
         size = truth.index_add(0, ids[kept], clear.abs())
         truth = truth.index_add(0, ids[kept], weights[kept, None].double() * clear)
         got = ops.weighted_sum(ids, right, weights, rows=m)
-        yield f"weighted_sum ids {label}", (apart(got, truth, size.clamp_min(1e-30)), (tokens + 8) * 2.0**-24)
+        yield f"weighted_sum ids {label}", (max_error(got, truth, size.clamp_min(1e-30)), (tokens + 8) * 2.0**-24)
 
 
 def instances(device: str) -> Iterator[tuple[str, Result]]:
@@ -188,14 +189,14 @@ def instances(device: str) -> Iterator[tuple[str, Result]]:
         wide, label = made.double(), f"{str(dtype)[6:]} {units} x {m}x{n}"
         squares = wide.square()
         parts = torch.stack([(squares * mask).sum((1, 2)), (squares * ~mask).sum((1, 2))])
-        yield f"instance_sqnorm {label}", (apart(ops.instance_sqnorm(made), squares.sum((1, 2))), NORMS)
-        yield f"instance_abs_sum {label}", (apart(ops.instance_abs_sum(made), wide.abs().sum((1, 2))), NORMS)
-        yield f"instance_masked_sqnorm {label}", (apart(ops.instance_masked_sqnorm(made, mask), parts), NORMS)
+        yield f"instance_sqnorm {label}", (max_error(ops.instance_sqnorm(made), squares.sum((1, 2))), NORMS)
+        yield f"instance_abs_sum {label}", (max_error(ops.instance_abs_sum(made), wide.abs().sum((1, 2))), NORMS)
+        yield f"instance_masked_sqnorm {label}", (max_error(ops.instance_masked_sqnorm(made, mask), parts), NORMS)
         sums = [torch.einsum("b,bmn->mn", w.double(), wide) for w in (weights, others)]
         size = wide.abs().sum(0)
-        yield f"instance_sum {label}", (apart(ops.instance_sum(made, weights), sums[0], size), NORMS)
+        yield f"instance_sum {label}", (max_error(ops.instance_sum(made, weights), sums[0], size), NORMS)
         got = ops.instance_masked_sum(made, weights, others, mask)
-        yield f"instance_masked_sum {label}", (apart(got, torch.where(mask, sums[0], sums[1]), size), NORMS)
+        yield f"instance_masked_sum {label}", (max_error(got, torch.where(mask, sums[0], sums[1]), size), NORMS)
 
 
 def heads(device: str) -> Iterator[tuple[str, Result]]:
@@ -208,9 +209,9 @@ def heads(device: str) -> Iterator[tuple[str, Result]]:
     truth = torch.nn.functional.cross_entropy(z, target, reduction="none")
     (gradient,) = torch.autograd.grad(truth, z, weights.double())
     losses = ops.cross_entropy_gradient_(logits, target, weights, -100, words)
-    yield "cross_entropy_gradient_ losses", (apart(losses, truth.detach(), truth.detach() + 1), 1e-5)
+    yield "cross_entropy_gradient_ losses", (max_error(losses, truth.detach(), truth.detach() + 1), 1e-5)
     size = gradient.abs() + weights[:, None] * z.detach().softmax(1)
-    yield "cross_entropy_gradient_", (apart(logits[:, :words], gradient, size + 1e-30), 2.0**-8)
+    yield "cross_entropy_gradient_", (max_error(logits[:, :words], gradient, size + 1e-30), 2.0**-8)
     yield "cross_entropy_gradient_ padding", (float(logits[:, words:].abs().max()), 0.0)
 
 
@@ -240,12 +241,12 @@ def noise(device: str) -> Iterator[tuple[str, Result]]:
     got, norm = clip(x, 2.0, 0.5, position(), False)
     truth, true_norm = clip.reference(x.cpu(), 2.0, 0.5, position(), False)
     label = str(dtype)[6:]
-    yield f"clip_noise {label}", (apart(got.cpu(), truth.double(), truth.double().abs() + 0.1), 4 * rounding + 1e-5)
+    yield f"clip_noise {label}", (max_error(got.cpu(), truth.double(), truth.double().abs() + 0.1), 4 * rounding + 1e-5)
     finite = true_norm.isfinite()
-    yield f"clip_noise norms {label}", (apart(norm.cpu()[finite], true_norm[finite]), 1e-12)
+    yield f"clip_noise norms {label}", (max_error(norm.cpu()[finite], true_norm[finite]), 1e-12)
     got = back(grad, x, norm, 2.0)
     truth = back.reference(grad.cpu(), x.cpu(), true_norm, 2.0).double()
-    yield f"clip_noise_backward {label}", (apart(got.cpu(), truth, truth.abs() + 0.1), 4 * rounding + 1e-5)
+    yield f"clip_noise_backward {label}", (max_error(got.cpu(), truth, truth.abs() + 0.1), 4 * rounding + 1e-5)
     axes = [torch.rand(k, device=device) + 0.1 for k in (257, 123)]
     state = [torch.randn(257, 123, device=device).to(dtype), *torch.rand(3, 257, 123, device=device)]
     host = [x.cpu().clone() for x in state]
@@ -253,7 +254,7 @@ def noise(device: str) -> Iterator[tuple[str, Result]]:
     at, here = position()[None], [[a.cpu()] for a in axes]
     OPS["adamw_noise_steps_"](*[[x] for x in state], [], at, *numbers, False, *[[a] for a in axes])
     OPS["adamw_noise_steps_"].reference(*[[x] for x in host], [], at, *numbers, False, *here)
-    worst = max(apart(a.cpu(), b.double(), b.double().abs() + 0.1) for a, b in zip(state, host))
+    worst = max(max_error(a.cpu(), b.double(), b.double().abs() + 0.1) for a, b in zip(state, host))
     yield f"adamw_noise_step_ with axes {label}", (worst, 4 * rounding + 1e-5)
     # Rounded noise and moments in half precision, as models have them.
     shapes, drawn = ((2061,), (256, 128)), torch.stack([position(i) for i in (1, 2)])
@@ -264,7 +265,7 @@ def noise(device: str) -> Iterator[tuple[str, Result]]:
     OPS["adamw_noise_steps_"](*many, [], drawn, *numbers, True, [], [])
     OPS["adamw_noise_steps_"].reference(*hosts, [], drawn, *numbers, True, [], [])
     pairs = [pair for own, other in zip(many, hosts) for pair in zip(own, other)]
-    worst = max(apart(a.cpu(), b.double(), b.double().abs() + 0.1) for a, b in pairs)
+    worst = max(max_error(a.cpu(), b.double(), b.double().abs() + 0.1) for a, b in pairs)
     yield f"adamw_noise_steps_ rounded {label}", (worst, 4 * rounding + 1e-5)
 
 
@@ -284,7 +285,7 @@ def snapping(device: str) -> Iterator[tuple[str, Result]]:
     yield "private_snap", (float((taken / distance.amin(1) - 1).max()), 1e-5)
     got = OPS["dchi_vectors"](eta, 96, position())
     truth = dchi_noise(position(), 129, 96) / eta.cpu()[:, None]
-    yield "dchi_vectors", (apart(got.cpu(), truth, truth.norm(dim=1, keepdim=True)), 1e-6)
+    yield "dchi_vectors", (max_error(got.cpu(), truth, truth.norm(dim=1, keepdim=True)), 1e-6)
     scale = torch.tensor(1.5, dtype=torch.float64, device=device)
     stream = ops.NoiseStream.unsafe_reproducible(7)
     many = torch.zeros(20000, dtype=torch.int64, device=device)
@@ -307,8 +308,8 @@ def _trained(device: str, rank: int, rows: int) -> tuple[Case, torch.nn.Module]:
     return case, model
 
 
-class _Weights(Policy):
-    """Keeps the weights that it gives."""
+class _RecordingPolicy(Policy):
+    """A clipping policy that keeps the weights that it last gave."""
 
     given: Tensor
 
@@ -317,15 +318,15 @@ class _Weights(Policy):
         return self.given
 
 
-def others(device: str) -> Iterator[tuple[str, Result]]:
-    """How far one record that gets longer, or leaves, moves the weights of the others, in float32."""
+def batch_mates(device: str) -> Iterator[tuple[str, Result]]:
+    """How far the clipping weights of a record's batch-mates move if it gets longer, or leaves, in float32."""
     for name, rank in TUNINGS:
         case, model = _trained(device, rank, 33)
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         ids = torch.stack([row["input_ids"] for row in examples(case, 33)]).to(device)
         found = []
         for rows, longest in ((33, 24), (33, 96), (32, 24)):
-            policy = _Weights((1e-3,), (0.0,), dict.fromkeys(trained, 0))
+            policy = _RecordingPolicy((1e-3,), (0.0,), dict.fromkeys(trained, 0))
             running = Engine(model, policy, deque([Ticket(torch.arange(rows), torch.ones(rows), True)]))
             labels = ids[:rows, :longest].clone()
             labels[:32, 24:] = -100
@@ -369,18 +370,18 @@ def wide(device: str) -> Iterator[tuple[str, Result]]:
         some = slice(0, m, max(1, m // 256))
         truth = (left[:, some].double() * each[:, None].double()).T @ right.double()
         size = (left[:, some].double().abs() * each[:, None].double()).T @ right.double().abs()
-        yield f"weighted_sum {label}", (apart(got[some], truth, size), 2.0**-8)
+        yield f"weighted_sum {label}", (max_error(got[some], truth, size), 2.0**-8)
         squares = torch.stack(
             [
                 (left[a:b].double() @ left[a:b].double().T).mul(right[a:b].double() @ right[a:b].double().T).sum()
                 for a, b in ((0, tokens // 2), (tokens // 2, tokens))
             ]
         )
-        yield f"gram_norms {label}", (apart(ops.gram_norms([left], [right], [1], offsets)[0][0], squares), NORMS)
+        yield f"gram_norms {label}", (max_error(ops.gram_norms([left], [right], [1], offsets)[0][0], squares), NORMS)
 
 
 def behaviour(device: str) -> Iterator[tuple[str, Result]]:
-    """Same bits twice, no waiting, no compilation for another batch, one launch for a model's adapters."""
+    """Two runs give the same bits, nothing waits for the device, and another batch or more adapters add no kernel."""
     from fastdp.kernels import direct, gram, grouped, onehot, weighted
 
     grouped_kernel = grouped._grouped_kernel
@@ -435,8 +436,8 @@ def behaviour(device: str) -> Iterator[tuple[str, Result]]:
     yield "launches for 128 adapters beyond one", (float(len(grids) - 1), 0.0)
 
 
-class _Sums(Observer):
-    """The clipped sums of each step, as one vector."""
+class _SumRecorder(Observer):
+    """Keeps the clipped sums of each step, as one vector."""
 
     def __init__(self) -> None:
         self.steps: list[Tensor] = []
@@ -463,7 +464,7 @@ def recording(device: str) -> Iterator[tuple[str, Result]]:
         # Nothing is clipped: bounds of norms grow with padding.
         options["method"] = fastdp.DPSGD(max_grad_norm=1e4)
         private = fastdp.make_private(model, optimizer, loader, max_physical_batch_size=32, capture=capture, **options)
-        private.observe(sums := _Sums())
+        private.observe(sums := _SumRecorder())
         for _ in range(4):
             for batch in private.data_loader:
                 counts["tokens"] += batch["input_ids"].numel()
@@ -501,7 +502,8 @@ def recording(device: str) -> Iterator[tuple[str, Result]]:
 Group = Callable[[str], Iterator[tuple[str, Result]]]
 #: Each in a process of its own.
 GROUPS: dict[str, Group] = {
-    group.__name__: group for group in (engine, others, sums, norms, instances, heads, noise, snapping, wide, methods)
+    group.__name__: group
+    for group in (engine, batch_mates, sums, norms, instances, heads, noise, snapping, wide, methods)
 }
 
 

@@ -34,18 +34,18 @@ _SMALL: dict[str, Any] = {
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
     **_IDS,
 }
-_SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
-#: Of models with an encoder and a decoder.
+_STACK = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+#: Settings of models with an encoder and a decoder, each a stack of layers.
 _PAIR: dict[str, Any] = {
     **{"vocab_size": _WORDS, "d_model": 32, "max_position_embeddings": 64},
-    **{f"{part}_{name}": count for part in ("encoder", "decoder") for name, count in _SIDE.items()},
+    **{f"{part}_{name}": count for part in ("encoder", "decoder") for name, count in _STACK.items()},
     **_IDS,
     **{"decoder_start_token_id": 2, "forced_eos_token_id": 2},
 }
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 _HEADS = {"head_dim": 8}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_MANY = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+_MANY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 _IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 3}
 _NO_LAYERS = {"num_attention_heads": None, "num_hidden_layers": None, "hidden_size": None}
 _STAGES = {**_NO_LAYERS, "depths": [1, 1], "num_heads": [2, 2], "embed_dim": 16, "window_size": 2}
@@ -104,7 +104,7 @@ _LISTED: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("codegen", "CodeGen", "CausalLM", {**_GPT, "rotary_dim": 4}),
     ("biogpt", "BioGpt", "CausalLM", {}),
     ("mixtral", "Mixtral", "CausalLM", _EXPERTS),
-    ("qwen3-moe", "Qwen3Moe", "CausalLM", {**_MANY, **_HEADS}),
+    ("qwen3-moe", "Qwen3Moe", "CausalLM", {**_MANY_EXPERTS, **_HEADS}),
     ("gpt-oss", "GptOss", "CausalLM", {**_EXPERTS, **_HEADS}),
     ("mamba", "Mamba", "CausalLM", {"state_size": 4}),
     ("mamba2", "Mamba2", "CausalLM", {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 4, "chunk_size": 4}),
@@ -168,7 +168,7 @@ def _batch(task: str) -> dict[str, torch.Tensor]:
 
 
 def cases() -> dict[str, tuple[Callable[[], torch.nn.Module], dict[str, torch.Tensor]]]:
-    """What makes each model, and its batch: of the tests' matrix as it is there."""
+    """By name, a function that builds the model, and its batch; the tests' own models keep the tests' batch."""
     from tests.engine.models import MODELS, batch
 
     return {
@@ -178,7 +178,7 @@ def cases() -> dict[str, tuple[Callable[[], torch.nn.Module], dict[str, torch.Te
 
 
 def turn_dropout_off(model: torch.nn.Module) -> None:
-    """Whether it is a layer's or a rate that a forward reads."""
+    """Set every dropout rate to 0: of layers, and of attributes that a forward pass reads."""
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
             if "drop" in attribute and isinstance(value, float):

@@ -37,7 +37,7 @@ def spread(values: Iterable[float], digits: int = 1, sign: bool = False) -> str:
 
 
 def points(rows: list[Row], others: list[Row], value: str, scale: float = 100) -> list[float]:
-    """Of rows that share a seed, by how much the first is larger."""
+    """Differences of rows that share a seed, first less second, times ``scale``."""
     base = {row["seed"]: row[value] for row in others}
     return [scale * (row[value] - base[row["seed"]]) for row in rows if row["seed"] in base]
 
@@ -105,7 +105,7 @@ def rapft_200() -> Table:
         for form in RAPFT_FORMS:
             found = ([rapft_rows(name, tuning, of, 5.0) for of in (form, "dpsgd")] for name in names)
             rows, base = next((pair for pair in found if pair[0]), ([], []))
-            line.append(_beside(rows, base))
+            line.append(_perplexity_cell(rows, base))
         lines.append(line)
     return ["trained", *RAPFT_FORMS.values()], lines
 
@@ -137,16 +137,16 @@ def names_rows(tuning: str, form: str, epsilon: Any) -> list[Row]:
     return at_true_epsilon(figures("utility/rapft-names", tuning=tuning, form=form, epsilon=epsilon))
 
 
-def _beside(rows: list[Row], others: list[Row]) -> str:
-    """Perplexity, and its mean difference to another form's of the same seeds."""
+def _perplexity_cell(rows: list[Row], base: list[Row]) -> str:
+    """Perplexity, and its mean difference from the base form's at the same seeds."""
     cell = spread(row["perplexity"] for row in rows) if rows else ""
-    if not rows or not others or rows[0]["form"] == others[0]["form"]:
+    if not rows or not base or rows[0]["form"] == base[0]["form"]:
         return cell
-    return f"{cell} ({in_per_cent(differences(rows, others, 'perplexity'))})"
+    return f"{cell} ({in_per_cent(differences(rows, base, 'perplexity'))})"
 
 
 def differences(rows: list[Row], others: list[Row], value: str) -> list[float]:
-    """Of rows that share a seed, by how much the first is larger, in per cent."""
+    """Relative differences of rows that share a seed, first over second, in per cent."""
     base = {row["seed"]: row[value] for row in others}
     return [100 * (row[value] / base[row["seed"]] - 1) for row in rows if row["seed"] in base]
 
@@ -157,9 +157,10 @@ def in_per_cent(found: list[float]) -> str:
     return f"{statistics.mean(found):+.1f}{error}%"
 
 
-def _lora(
+def _lora_line(
     title: str, form: str, files: tuple[str, ...], base: str | None = None, against: tuple[str, ...] = ()
 ) -> list[str]:
+    """A line of `lora`: a form's rows of some files, less those of form ``base`` in the files ``against``, or the same."""
     cells = []
     for epsilon in (1.0, 3.0, 8.0):
         here, there = (
@@ -177,15 +178,15 @@ def lora() -> Table:
     renewed, eight = "warmed, axes of single examples, renewed", "warmed, axes of single examples, renewed from eight"
     e2e, words = ("lora", "lora-8"), ("lora-wikitext2",)
     lines = [
-        _lora("E2E, LoRA: DP-SGD", "DP-SGD", ("lora",)),
-        _lora("public pass first", "warmed", ("lora",), "DP-SGD"),
-        _lora("public pass, axes made anew", renewed, e2e, "warmed"),
-        _lora("the same, of eight texts", eight, ("lora-few",), "warmed", e2e),
-        _lora("E2E, all weights: DP-SGD", "DP-SGD", ("lora-full",)),
-        _lora("all weights, public pass", "warmed", ("lora-full",), "DP-SGD"),
-        _lora("all weights, axes made anew", renewed, ("lora-full",), "warmed"),
-        _lora("WikiText-2, LoRA: public pass", "warmed", words),
-        _lora("WikiText-2, axes made anew", renewed, words, "warmed"),
+        _lora_line("E2E, LoRA: DP-SGD", "DP-SGD", ("lora",)),
+        _lora_line("public pass first", "warmed", ("lora",), "DP-SGD"),
+        _lora_line("public pass, axes made anew", renewed, e2e, "warmed"),
+        _lora_line("the same, of eight texts", eight, ("lora-few",), "warmed", e2e),
+        _lora_line("E2E, all weights: DP-SGD", "DP-SGD", ("lora-full",)),
+        _lora_line("all weights, public pass", "warmed", ("lora-full",), "DP-SGD"),
+        _lora_line("all weights, axes made anew", renewed, ("lora-full",), "warmed"),
+        _lora_line("WikiText-2, LoRA: public pass", "warmed", words),
+        _lora_line("WikiText-2, axes made anew", renewed, words, "warmed"),
     ]
     return ["form", "epsilon 1", "epsilon 3", "epsilon 8"], lines
 
@@ -231,8 +232,8 @@ def ewft() -> Table:
         if not rows:
             return ""
         true = statistics.mean(row["true_epsilon"] for row in rows)
-        said = spread(100 * row[value] for row in rows)
-        return said if abs(true - rows[0]["epsilon"]) < 0.01 else f"{said}, truly {true:.1f}"
+        accuracy = spread(100 * row[value] for row in rows)
+        return accuracy if abs(true - rows[0]["epsilon"]) < 0.01 else f"{accuracy}, truly {true:.1f}"
 
     main, pure = "utility/ewft", "utility/ewft-pure"
     sources: list[tuple[str, Callable[[float], str]]] = [

@@ -61,8 +61,9 @@ def compare(checkouts: Sequence[Path], case: str, threads: int, starts: int, tur
     quartiles, medians = [], []
     for start in range(starts):
         # The process that starts first is slower by a hundredth: each checkout is it in every second start.
-        first, second = checkouts if start % 2 else checkouts[::-1]
-        workers = [Worker(first, case, threads), Worker(second, case, threads)][:: 1 if start % 2 else -1]
+        order = (0, 1) if start % 2 else (1, 0)
+        started = {which: Worker(checkouts[which], case, threads) for which in order}
+        workers = [started[0], started[1]]
         found: list[list[float]] = [[], []]
         for turn in range(turns):
             for which in (0, 1) if (turn + start) % 2 else (1, 0):

@@ -262,7 +262,6 @@ def _peak() -> int:
 
 
 def _build(case: Case, implementation: str) -> Callable[[], Any]:
-    """A function that takes one training step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = workloads.build(case, device)
     if implementation.startswith("fastdp"):

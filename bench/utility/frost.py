@@ -42,7 +42,7 @@ class Size:
 
     Args:
         train: training examples.
-        frozen: blocks, from below, that no method trains.
+        frozen: lowest blocks, which no method trains; at least 1.
         rates: selection rates that are compared; the first is the usual one.
         repeats: numbers of selections that are compared.
         forms: private methods that DP-FROST is compared with.
@@ -80,9 +80,9 @@ PATHS = {
 
 
 class Rows(Dataset):
-    """Texts, or their hidden states after the frozen blocks; an example is its index until it is collated."""
+    """Hidden states of texts after the frozen blocks; an example is its index until it is collated."""
 
-    def __init__(self, texts: tops.Texts, hidden: torch.Tensor | None):
+    def __init__(self, texts: tops.Texts, hidden: torch.Tensor):
         self.texts, self.hidden = texts, hidden
         #: Tokens of each example, by which the private loader sorts.
         self.lengths = texts.mask.sum(1).tolist()
@@ -96,12 +96,11 @@ class Rows(Dataset):
     def collate(self, indices: list[int]) -> dict[str, torch.Tensor]:
         """The batch of these examples, as wide as the longest of them."""
         rows, width = torch.tensor(indices), max(self.lengths[i] for i in indices)
-        named = (
-            {"input_ids": self.texts.ids[rows, :width]}
-            if self.hidden is None
-            else {"inputs_embeds": self.hidden[rows, :width].float()}
-        )
-        return {**named, "attention_mask": self.texts.mask[rows, :width], "labels": self.texts.labels[rows]}
+        return {
+            "inputs_embeds": self.hidden[rows, :width].float(),
+            "attention_mask": self.texts.mask[rows, :width],
+            "labels": self.texts.labels[rows],
+        }
 
 
 class Bench:
@@ -125,8 +124,6 @@ class Bench:
         self.budget = cache(self._budget)
 
     def _rows(self, texts: tops.Texts) -> Rows:
-        if self.size.frozen == 0:
-            return Rows(texts, None)
         # Half precision: the states of all examples stay in memory.
         return Rows(texts, tops.hidden_states(self._bottom, texts).half())
 
@@ -135,13 +132,9 @@ class Bench:
         return split_model(tops.load(self.folder, 0).to(suite.device()), self.size.frozen)[0]
 
     def model(self, form: str, seed: int) -> torch.nn.Module:
-        """A fresh model, or what of it lies above the frozen blocks, in training mode without dropout, which would differ
-        between the methods.
-        """
-        model: Any = tops.load(self.folder, seed)
-        if self.size.frozen:
-            _, model = split_model(model, self.size.frozen)
-            model.get_input_embeddings().requires_grad_(False)
+        """A fresh model above the frozen blocks, in training mode without dropout, which would differ between the methods."""
+        model: Any = split_model(tops.load(self.folder, seed), self.size.frozen)[1]
+        model.get_input_embeddings().requires_grad_(False)
         if form in PEFT:
             task: Any = {"task_type": "SEQ_CLS"}
             lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["query", "key", "value", "dense"], **task)

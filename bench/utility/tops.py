@@ -32,15 +32,15 @@ class Texts:
         return Texts(self.ids.to(device), self.mask.to(device), self.labels.to(device))
 
 
-def drawn(path: Path, count: int, seed: int) -> tuple[list[Any], list[int]]:
-    """``count`` texts of an SST-2 file, or pairs of an E2E file, and their labels, without replacement."""
+def read_texts(path: Path, tokenizer: Any, length: int, count: int, seed: int) -> Texts:
+    """``count`` texts of an SST-2 file, or pairs of an E2E file, drawn without replacement."""
     table = read_rows(path)
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(seed))[:count].tolist()
     if "ref" in table.columns:
         texts, labels = matched_pairs(table.column("mr", "meaning"), table.column("ref", "text"))
     else:
         texts, labels = table.column("sentence", "text"), [int(label) for label in table.column("label", "label")]
-    return [texts[i] for i in order], [labels[i] for i in order]
+    return encode([texts[i] for i in order], tokenizer, length, [labels[i] for i in order])
 
 
 def matched_pairs(meanings: list[str], references: list[str]) -> tuple[list[Any], list[int]]:
@@ -48,12 +48,6 @@ def matched_pairs(meanings: list[str], references: list[str]) -> tuple[list[Any]
     labels = [i % 2 for i in range(len(references))]
     own = [i if label else (i + len(labels) // 2) % len(labels) for i, label in enumerate(labels)]
     return [(meanings[i], reference) for i, reference in zip(own, references)], labels
-
-
-def read_texts(path: Path, tokenizer: Any, length: int, count: int, seed: int) -> Texts:
-    """The same, as sequences of one length."""
-    sentences, labels = drawn(path, count, seed)
-    return encode(sentences, tokenizer, length, labels)
 
 
 def read_public(path: Path, tokenizer: Any, length: int, count: int) -> Texts:

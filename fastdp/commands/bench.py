@@ -13,7 +13,7 @@ from rich.table import Table
 from fastdp.commands.refusal import console, refusing
 
 bench_app = typer.Typer(help="Measure this machine: steps, kernels, the planner.", no_args_is_help=True)
-SUITES = ("rapft", "names", "frost", "ewft", "sap", "federated", "zeroth")
+SUITES = ("rapft", "names", "frost", "ewft", "sap", "federated")
 
 Json = Annotated[
     Path | None, typer.Option("--json", dir_okay=False, help="write the rows, with device, versions and commit")

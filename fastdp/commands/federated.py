@@ -55,12 +55,12 @@ def node_command(
     from fastdp.federated.programs import program, run_node
 
     program("flower-supernode")
-    import tomli
+    import tomllib  # Python 3.11, which Flower needs too
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        settings = tomli.loads(config.read_text(encoding="utf-8"))
-    except tomli.TOMLDecodeError as error:
+        settings = tomllib.loads(config.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{config} cannot be read: {error}") from None
     raise typer.Exit(run_node(server, certificates, settings))
 

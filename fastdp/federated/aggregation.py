@@ -21,14 +21,14 @@ class RefusedUpdate(ValueError):
 
 @dataclass(frozen=True)
 class UpdateBounds:
-    """What an update may be. ``max_norm``: of its difference from the global adapter; ``max_examples``: that it claims."""
+    """Largest norm of an update's difference from the global adapter, and largest number of examples that it may claim."""
 
     max_norm: float
     max_examples: int
 
 
 class Aggregator:
-    """Mean of the clients' adapters (equation 7), one update in memory at a time.
+    """Mean of the clients' adapters (equation 7 of the federated selective paper), one update in memory at a time.
 
     Keeps the global adapter, and one float64 vector of the sum of weighted differences from it, whatever the number of
     clients. A refused update leaves both as they were.
@@ -69,11 +69,11 @@ class Aggregator:
                 a norm beyond the bound; whatever else keeps it from being read.
         """
         try:
-            change, norm, count = self._checked(data, examples)
+            change, norm, count = self._read_update(data, examples)
         except RefusedUpdate:
             raise
         except Exception as error:
-            # Nothing was added yet. What one client sends must not end the run of the others.
+            # Hostile bytes may raise any error in a library, and one client must not end the run of the others.
             raise RefusedUpdate(f"it cannot be read: {type(error).__name__}") from error
         weight = float(count) if self.weighted else 1.0
         if self.clip is not None and norm > self.clip:
@@ -84,7 +84,7 @@ class Aggregator:
         self.accepted += 1
         return norm
 
-    def _checked(self, data: bytes, examples: object) -> tuple[Tensor, float, int]:
+    def _read_update(self, data: bytes, examples: object) -> tuple[Tensor, float, int]:
         """The update's difference from the global adapter, the norm of that, and its number of examples."""
         if not isinstance(examples, int) or isinstance(examples, bool):
             raise RefusedUpdate(f"its number of examples is {quote(examples)}, which is no whole number")

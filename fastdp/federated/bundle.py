@@ -1,4 +1,7 @@
-"""The Flower app of this install, and whether a bundle that a server sends is that app."""
+"""The Flower app of this install, and whether a bundle that a server sends is that app.
+
+A SuperNode runs whatever app its server sends, on the node's own texts: it must therefore refuse every other app.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
-#: Largest bundle that is opened, and largest file in it: ours is some kilobytes.
-_MOST = 1 << 20
-#: Made by Flower from the rest.
+#: Most bytes of a bundle, packed and unpacked: ours has some thousands.
+_MAX_BYTES = 1 << 20
+#: Flower derives this list of files from the others.
 _MANIFEST = ".info/CONTENT"
 
 
@@ -21,16 +24,19 @@ def app_folder() -> Path:
 
 
 def bundle_digest(bundle: bytes) -> str:
-    """SHA-256 of the names and contents of a Flower app bundle, in hex: what its compression makes of them does not count.
+    """SHA-256 of the names and contents of a Flower app bundle, in hex, however they are compressed.
 
     Raises ValueError for what is no bundle, is too large, or names a file twice.
     """
-    if len(bundle) > _MOST:
-        raise ValueError(f"the app has {len(bundle)} bytes: {_MOST} is the most")
+    if len(bundle) > _MAX_BYTES:
+        raise ValueError(f"the app has {len(bundle)} bytes: {_MAX_BYTES} is the most")
     try:
         with zipfile.ZipFile(io.BytesIO(bundle)) as archive:
             entries = archive.infolist()
-            if len({entry.filename for entry in entries}) != len(entries) or sum(e.file_size for e in entries) > _MOST:
+            if (
+                len({entry.filename for entry in entries}) != len(entries)
+                or sum(e.file_size for e in entries) > _MAX_BYTES
+            ):
                 raise ValueError("the app names a file twice, or is too large")
             contents = {entry.filename: archive.read(entry) for entry in entries}
     # zipfile raises NotImplementedError for a compression that it does not know, and RuntimeError for an encrypted file.

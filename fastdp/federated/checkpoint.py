@@ -23,8 +23,8 @@ class Checkpoint:
     Attributes:
         adapter: the global adapter.
         population: clients connected when the run began, which central DP counts on.
-        rows: what was reported of each round behind it.
-        ledger_head: of central DP's ledger (see `Ledger.restore`).
+        rows: the reported figures of each round so far.
+        ledger_head: digest of the last record of central DP's ledger, which a resumed run must still hold.
     """
 
     adapter: dict[str, Tensor]

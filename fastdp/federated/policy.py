@@ -14,21 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli
-
 from fastdp.federated.config import PERTURBATIONS, FederatedConfig
 from fastdp.settings import check, convert_value, setting, suggest_name, types_of
 
 #: Names a deployed node's file of settings, for its client app. Users of its machine can replace what Flower hands on.
 NODE_FILE = "FASTDP_NODE_FILE"
-#: From the weakest: ``typed`` holds among all tokens as ``local`` does, with nothing told within a type.
+#: From the weakest. Both give epsilon between any two tokens; ``typed`` tells nothing, epsilon 0, between those of one type.
 _MECHANISMS = ("local", "typed")
-#: What marks a client of Flower's simulation, where the owner of the run is the owner of the texts.
+#: Settings by which Flower marks a simulated client, whose texts belong to the owner of the run: it needs no policy.
 _SIMULATED = {"partition_id", "num_partitions"}
-#: Detectors that come with this install; another is a model, which its owner may have made to mark chosen texts.
+#: Detectors of this install. Any other is a model, whose maker may have trained it to leave chosen texts unmarked.
 _OWN_DETECTORS = ("rules", "presidio")
-_OF_A_PERTURBATION = ("epsilon", "mechanism", "budget")
-_OF_A_DETECTOR = ("detector", "threshold", "names", "labelled_spans")
+_PERTURBATION_SETTINGS = ("epsilon", "mechanism", "budget")
+_DETECTOR_SETTINGS = ("detector", "threshold", "names", "labelled_spans")
 
 
 def client_settings(run: Mapping[str, Any], node: Mapping[str, Any]) -> FederatedConfig:
@@ -46,7 +44,11 @@ def client_settings(run: Mapping[str, Any], node: Mapping[str, Any]) -> Federate
 def node_settings(handed: Mapping[str, Any]) -> Mapping[str, Any]:
     """A deployed node's settings, from its own file; a simulated client's, as Flower handed them on."""
     path = os.environ.get(NODE_FILE)
-    return handed if path is None else tomli.loads(Path(path).read_text(encoding="utf-8"))
+    if path is None:
+        return handed
+    import tomllib  # Python 3.11, which Flower needs too
+
+    return tomllib.loads(Path(path).read_text(encoding="utf-8"))
 
 
 class ClientRefusal(ValueError):
@@ -143,10 +145,10 @@ class NodePolicy:
             raise NodeSettingError("epsilon is missing: set the largest that you allow in the node config")
 
     def _check_effects(self, given: Mapping[str, Any]) -> None:
-        """A setting that changes nothing is a promise that nobody keeps."""
+        """Refuse a setting without effect: its owner would count on a protection that is not there."""
         idle: list[tuple[tuple[str, ...], bool, str]] = [
-            (_OF_A_PERTURBATION, self.perturbation == "none", "perturbation is none"),
-            (_OF_A_DETECTOR, self.perturbation != "selective", f"perturbation is {self.perturbation}"),
+            (_PERTURBATION_SETTINGS, self.perturbation == "none", "perturbation is none"),
+            (_DETECTOR_SETTINGS, self.perturbation != "selective", f"perturbation is {self.perturbation}"),
             (("names",), self.detector != "rules", "the detector has no list of names"),
             (("dpsgd_delta",), self.dpsgd_epsilon == 0, "dpsgd_epsilon asks for no DP-SGD"),
         ]
@@ -156,7 +158,7 @@ class NodePolicy:
                 raise NodeSettingError(f"{found} has no effect where {why}: change that, or leave {found} out")
 
     def tighten(self, run: FederatedConfig) -> FederatedConfig:
-        """The run's settings with this node's paths, and in all that protects its texts the stricter of both.
+        """The run's settings with this node's paths, and the stricter of both wherever a setting protects its texts.
 
         Raises:
             ClientRefusal: if the run's detector is a model of its own.
@@ -169,9 +171,9 @@ class NodePolicy:
         found: dict[str, Any] = {
             name: getattr(self, name) for name in ("train", "state", "text_column", "names", "labelled_spans")
         }
-        # The server's held-out texts are no business of a node.
-        found["eval"] = ""
-        found |= {"model": self.model, "threads": self.threads or run.threads, "partition": "own"}
+        # A node evaluates nothing, and all of its file is its own.
+        found |= {"eval": "", "partition": "own"}
+        found |= {"model": self.model, "threads": self.threads or run.threads}
         found["device"] = self.device or run.device
         if self.perturbation != "none":
             found |= self._perturbation(run)
@@ -181,6 +183,7 @@ class NodePolicy:
         return dataclasses.replace(run, **found)
 
     def _perturbation(self, run: FederatedConfig) -> dict[str, Any]:
+        """The stricter of both in each setting of the perturbation; the node's own where the run asks for none."""
         found: dict[str, Any] = {
             "perturbation": max(self.perturbation, run.perturbation, key=PERTURBATIONS.index),
             "threshold": min(self.threshold, run.threshold),

@@ -30,15 +30,15 @@ from fastdp.locks import Lock
 from fastdp.ops.stream import NoiseStream
 from fastdp.untrusted import escape_controls, quote
 
-# After ours: `messages` says what to install where Flower is missing.
+# After our own modules: without Flower, importing `messages` says what to install.
 from flwr.app import Context, Message, MessageType  # isort: skip
 from flwr.serverapp import Grid, ServerApp  # isort: skip
 
 #: Replies fetched at a time, so that memory does not grow with the number of clients.
-_AT_ONCE = 4
+_REPLIES_PER_PULL = 4
 _POLL_SECONDS = 0.1
 _LONGEST_REASON = 300
-#: A loss in nats beyond this is no measurement, and its exponential no number.
+#: A larger loss, in nats, is no measurement: its exponential overflows.
 _LARGEST_LOSS = 700.0
 
 log = logging.getLogger("flwr")
@@ -53,7 +53,7 @@ def main(grid: Grid, context: Context) -> None:
 
 @dataclass
 class Round:
-    """One round's outcome, as it is reported."""
+    """One round's outcome: counts that the server made, and figures that clients report, unprotected and unchecked."""
 
     number: int
     sampled: int
@@ -64,6 +64,7 @@ class Round:
     seconds: list[float] = field(default_factory=list)
 
     def row(self, perplexity: float | None, seconds: float, void: bool) -> dict[str, Any]:
+        """The round's line in `ROUNDS_FILE`; a ``void`` round left the global adapter as it was."""
         return {
             "round": self.number,
             "sampled": self.sampled,
@@ -73,6 +74,7 @@ class Round:
             "void": void,
             "perplexity": perplexity,
             "seconds": seconds,
+            # Not a sum, which one client's claim could set.
             "client_seconds": _median(self.seconds) * len(self.seconds),
             "unprotected": {"loss": _median(self.losses) if self.losses else None},
         }
@@ -108,7 +110,7 @@ class Server:
             self.held_out = self.adapted.examples(self.adapted.encode(self.adapted.texts(config.eval)))
 
     def run(self) -> None:
-        """Run the remaining rounds, each followed by a checkpoint; then write adapter, cards and picture.
+        """Run the remaining rounds, each followed by a checkpoint; then write the adapter and its cards.
 
         Raises:
             ValueError: if fewer clients connect than a round needs; the checkpoint stays, to resume from.
@@ -118,35 +120,35 @@ class Server:
                 if self.ledger is not None and not self.ledger.remaining():
                     log.warning("the budget of %d releases is spent: the run ends here", self.ledger.budget_steps)
                     break
-                self._play(number)
-            self._finish()
+                self._run_round(number)
+            self._write_results()
         finally:
             if self.ledger is not None:
                 self.ledger.close()
             self._lock.close()
 
-    def _play(self, number: int) -> None:
+    def _run_round(self, number: int) -> None:
         begin = time.perf_counter()
-        nodes = self._connected()
-        self._begin(len(nodes))
+        nodes = self._wait_for_clients()
+        self._fix_population(len(nodes))
         chosen = self._sample(nodes)
-        played = Round(number, len(chosen))
-        aggregator = self._gather(played, chosen)
+        outcome = Round(number, len(chosen))
+        aggregator = self._gather(outcome, chosen)
         adapter = self._release(aggregator)
         if adapter is not None:
             self.adapted.adapter = adapter
-        played.accepted = aggregator.accepted
+        outcome.accepted = aggregator.accepted
         perplexity = None if self.held_out is None else self.adapted.quality(self.held_out).perplexity
         seconds = time.perf_counter() - begin
-        self.rows.append(played.row(perplexity, seconds, void=adapter is None))
+        self.rows.append(outcome.row(perplexity, seconds, void=adapter is None))
         head = None if self.ledger is None else self.ledger.head
         Checkpoint(self.adapted.adapter, self.population, self.rows, head).save(self.output, self.config)
         files.write_rows(self.output / reports.ROUNDS_FILE, self.rows)
         shown = "not measured" if perplexity is None else f"{perplexity:.2f}"
-        log.info("round %d: %d of %d accepted, perplexity %s", number, played.accepted, played.sampled, shown)
+        log.info("round %d: %d of %d accepted, perplexity %s", number, outcome.accepted, outcome.sampled, shown)
 
-    def _begin(self, clients: int) -> None:
-        """At the first round: the number of clients that central DP counts on, however many come later."""
+    def _fix_population(self, clients: int) -> None:
+        """Take the first round's number of clients for all rounds: central DP divides by it, however many come later."""
         if self.population:
             return
         self.population = clients
@@ -157,8 +159,8 @@ class Server:
                 1 / clients,
             )
 
-    def _connected(self) -> list[int]:
-        """Nodes that are there, waiting for enough of them."""
+    def _wait_for_clients(self) -> list[int]:
+        """The connected nodes, once a round has enough of them."""
         end = time.monotonic() + self.config.wait_seconds
         while len(nodes := list(self.grid.get_node_ids())) < self.config.min_clients:
             if time.monotonic() > end:
@@ -171,13 +173,14 @@ class Server:
 
     def _sample(self, nodes: Sequence[int]) -> list[int]:
         if self.config.central:
-            # Each client independently, as the accountant assumes; who was drawn stays with the server.
+            # Each client independently, as the accountant assumes, by draws that the server keeps secret.
             drawn = self.stream.bernoulli(len(nodes), self.config.fraction).tolist()
             return [node for node, taken in zip(nodes, drawn) if taken]
         wanted = max(self.config.min_clients, math.ceil(self.config.fraction * len(nodes)))
         return random.SystemRandom().sample(list(nodes), wanted)
 
-    def _gather(self, played: Round, chosen: Sequence[int]) -> Aggregator:
+    def _gather(self, outcome: Round, chosen: Sequence[int]) -> Aggregator:
+        """Have the chosen clients train, and add up their updates."""
         config = self.config
         aggregator = Aggregator(
             self.adapted.adapter,
@@ -185,20 +188,20 @@ class Server:
             weighted=config.aggregation == "examples",
             clip=config.client_clip if config.central else None,
         )
-        for node, reply in self._exchange(chosen, played.number):
+        for node, reply in self._exchange(chosen, outcome.number):
             if reply is None:
-                played.missing += 1
-                log.warning("client %d did not answer in round %d", node, played.number)
+                outcome.missing += 1
+                log.warning("client %d did not answer in round %d", node, outcome.number)
                 continue
             try:
-                self._add(aggregator, played, reply)
+                self._add(aggregator, outcome, reply)
             except RefusedUpdate as refusal:
                 reason = escape_controls(str(refusal)[:_LONGEST_REASON])
-                played.refused.append({"client": str(node), "reason": reason})
+                outcome.refused.append({"client": str(node), "reason": reason})
                 log.warning("update of client %d refused: %s", node, reason)
         return aggregator
 
-    def _add(self, aggregator: Aggregator, played: Round, reply: Message) -> None:
+    def _add(self, aggregator: Aggregator, outcome: Round, reply: Message) -> None:
         if reply.has_error():
             raise RefusedUpdate(f"it reports an error: {quote(reply.error.reason, _LONGEST_REASON)}")
         try:
@@ -209,8 +212,8 @@ class Server:
             raise RefusedUpdate(f"it is no update: {type(error).__name__}") from error
         aggregator.add(data, examples)
         for name, found, most in (
-            ("loss", played.losses, _LARGEST_LOSS),
-            ("seconds", played.seconds, self.config.round_seconds),
+            ("loss", outcome.losses, _LARGEST_LOSS),
+            ("seconds", outcome.seconds, self.config.round_seconds),
         ):
             if 0 <= metrics.get(name, -1.0) <= most:
                 found.append(metrics[name])
@@ -218,7 +221,7 @@ class Server:
     def _release(self, aggregator: Aggregator) -> dict[str, Tensor] | None:
         """The new global adapter, or None if the round changes nothing."""
         if self.ledger is not None:
-            # Released whoever took part: not to release would tell how many did.
+            # Even with few updates or none: a round left out would tell how many took part.
             self.ledger.record()
             expected = self.config.fraction * self.population
             return aggregator.noisy_mean(self.config.client_noise_multiplier, expected, self.stream)
@@ -227,7 +230,7 @@ class Server:
         return aggregator.mean()
 
     def _exchange(self, nodes: Sequence[int], number: int) -> Iterator[tuple[int, Message | None]]:
-        """Send the adapter to ``nodes`` and yield their replies as they come; None for those that stay away."""
+        """Send the adapter to ``nodes`` and yield their replies as they come; None for a node without one in time."""
         content = Order(pack_adapter(self.adapted.adapter), number, self.adapted.base).to_record()
         seconds = self.config.round_seconds
         waiting: dict[str, int] = {}
@@ -241,7 +244,7 @@ class Server:
         end = time.monotonic() + seconds
         while waiting and time.monotonic() < end:
             ids = iter(list(waiting))
-            while group := list(islice(ids, _AT_ONCE)):
+            while group := list(islice(ids, _REPLIES_PER_PULL)):
                 for reply in self.grid.pull_messages(group):
                     if reply.metadata.reply_to_message_id in waiting:
                         yield waiting.pop(reply.metadata.reply_to_message_id), reply
@@ -257,8 +260,9 @@ class Server:
             {"unit": "client", "adjacency": "add_remove", "client_clip": config.client_clip},
             event=accounting.dpsgd_model(config.client_noise_multiplier, config.fraction),
             budget_steps=config.rounds,
-            # Killed before its first round, it goes on with the ledger alone; a checkpoint without one does not.
+            # A run killed before its first checkpoint has a ledger alone. A checkpoint whose ledger is gone is refused.
             resume=found is not None or (config.resume and path.exists()),
+            # A crash forfeits the rest of a block: here at most the one release of its round.
             block=1,
         )
         try:
@@ -271,7 +275,7 @@ class Server:
             raise
         return ledger
 
-    def _finish(self) -> None:
+    def _write_results(self) -> None:
         folder = save_weights(self.adapted.model, self.adapted.tokenizer, self.output)
         weights = list(self.adapted.adapter.values())
         card = reports.run_card(self.config, self.rows, self.population, weights)
@@ -282,5 +286,5 @@ class Server:
 
 
 def _median(values: Sequence[float]) -> float:
-    """The median of figures that clients report, which fewer than half of them cannot set; 0 of none."""
+    """The median, which fewer than half of the clients cannot set; 0 of no figures."""
     return statistics.median(values) if values else 0.0

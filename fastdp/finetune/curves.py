@@ -1,4 +1,4 @@
-"""Held-out curves that may be shown: each point a sum of bounded scores with noise, paid from the run's own ledger."""
+"""Held-out curves that may be published: each point is a noised sum of bounded scores, recorded in the run's own ledger."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fastdp.finetune.judges import JUDGED, LARGEST_LOSS, noised_means, scores
 from fastdp.ops import NoiseStream
 
 KIND = "metrics"
-#: Points of a curve, about.
+#: Points of a curve: at most twice as many, since they are whole steps apart.
 POINTS = 10
 
 
 class Curves:
     """Loss and accuracy on held-out examples over the steps of a run, with noise.
 
-    One budget holds for training and curves together, whether an example is trained on or judges: the ledger adds up both.
+    The run's epsilon covers training and curves together, as its ledger adds up both: an example may be used for either.
 
     Attributes:
         multiplier: noise multiplier of one point.
@@ -75,7 +75,7 @@ class Curves:
         return step % self.every == 0 or step == self.total
 
     def point(self, ledger: Ledger, model: nn.Module, examples: Any, collator: Collator) -> dict[str, float] | None:
-        """Loss in nats and, of labels, accuracy: both noised; None once the points are spent, as after steps made twice."""
+        """Noised loss in nats and, for labels, accuracy; None once the points are spent, as when a resumed run repeats steps."""
         if not ledger.remaining(KIND):
             return None
         ledger.record(KIND)

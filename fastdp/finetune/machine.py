@@ -181,10 +181,8 @@ def _time_rounds(
 
 def _invented(tokenizer: Any, config: FinetuneConfig, lengths: Sequence[int]) -> Examples:
     """Three full micro-batches and a small one, of such lengths."""
-    count, generator = (
-        3 * config.physical_batch_size + max(1, config.physical_batch_size // 4),
-        np.random.default_rng(0),
-    )
+    count = 3 * config.physical_batch_size + max(1, config.physical_batch_size // 4)
+    generator = np.random.default_rng(0)
     spread = _spread(lengths, np.linspace(0, 1, count))
     ids = [generator.integers(0, len(tokenizer), length).tolist() for length in spread]
     return Examples(

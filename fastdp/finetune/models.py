@@ -26,8 +26,8 @@ from fastdp.validate import first_line
 #: The folder of a run's weights: of an adapter, and of a whole model.
 ADAPTER_FOLDER, MODEL_FOLDER = "adapter", "model"
 HEADS = ("classifier", "score", "pre_classifier", "classification_head")
-#: Tasks in peft's words whose head is the model's own.
-_GENERATING = ("CAUSAL_LM", "SEQ_2_SEQ_LM")
+#: Of peft's task types, those whose head must be pretrained too.
+_PRETRAINED_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM")
 
 
 def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
@@ -54,8 +54,8 @@ def check_model_name(config: FinetuneConfig) -> int | None:
     """Refuse a model that does not fit the settings by its own description, before its weights or any data are read.
 
     Returns:
-        The end token of a model that looks for it: an encoder and decoder which classify take the state at the last one, and
-        raise for a batch whose texts do not hold equally many.
+        The end token of an encoder-decoder that classifies, None of any other model: it reads the state at the last end token,
+        and refuses a batch whose texts do not hold equally many.
 
     Raises:
         ConfigError: when there is none, it was not made for the task, or has fewer positions than the examples need.
@@ -78,8 +78,8 @@ def check_model_name(config: FinetuneConfig) -> int | None:
         raise ConfigError(
             f"{config.model} does not say what its decoder begins with: set decoder_start_token_id in its config.json"
         )
-    looks = getattr(settings, "is_encoder_decoder", False) and config.task in PAIRED
-    return settings.eos_token_id if looks else None
+    reads_end_token = getattr(settings, "is_encoder_decoder", False) and config.task in PAIRED
+    return settings.eos_token_id if reads_end_token else None
 
 
 def load_model(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
@@ -92,7 +92,7 @@ def load_model(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> nn
 
 
 def load_trained(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """`load_model`, with the run's kind of fine-tuning applied; what the task's head is made of is always trained as well.
+    """`load_model`, ready to be trained: with the adapter or frozen weights of ``peft``. A new head is always trained too.
 
     Raises:
         ConfigError: also when the kind does not fit the model, with peft's own reason.
@@ -115,7 +115,7 @@ def load_trained(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _load(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[nn.Module, list[str]]:
-    """The model, and the modules of the task's head: those by a head's name, and those that the pretrained weights lack."""
+    """The model, and the names of its head's modules: those of `HEADS`, and those that have no pretrained weights."""
     check_model_name(config)
     task = TASKS[config.task]
     torch.manual_seed(config.seed)
@@ -140,7 +140,7 @@ def _load(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[n
         )
     lacking = {name.rpartition(".")[0] for name in info["missing_keys"]}
     heads = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in HEADS}
-    if task.peft in _GENERATING:
+    if task.peft in _PRETRAINED_HEAD:
         if lacking:
             raise ConfigError(
                 f"{config.model} holds no weights of {', '.join(sorted(lacking))}, which {config.task} needs: it was not "
@@ -152,7 +152,7 @@ def _load(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[n
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
-    # Of a head within a head the outer one is enough.
+    # A module covers those within it.
     new = sorted(lacking | heads)
     return model, [name for name in new if not any(name.startswith(f"{other}.") for other in new)]
 
@@ -203,7 +203,7 @@ def save_weights(model: nn.Module, tokenizer: PreTrainedTokenizerBase, output: P
         model.save_pretrained(str(aside), **({"save_embedding_layers": False} if adapted else {}))  # type: ignore[operator]
         tokenizer.save_pretrained(aside)
         remove_base_path(aside)
-        # What peft says there of the base model is its path; whoever writes a card writes a page too.
+        # peft's README quotes the base model's path; the card's own page takes its place.
         (aside / "README.md").unlink(missing_ok=True)
         aside.chmod(0o755)
         if folder.exists():
@@ -220,17 +220,17 @@ def save_weights(model: nn.Module, tokenizer: PreTrainedTokenizerBase, output: P
 
 
 def trained_names(model: nn.Module) -> list[str]:
-    """The parameters that are trained just now; a method may freeze some of them later."""
+    """Names of the parameters that require gradients now; a method may freeze some of them later."""
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
 def kept_names(model: nn.Module) -> list[str]:
-    """What a checkpoint needs besides the pretrained model: what is trained, and of LoRA what was drawn and is not."""
+    """Names of the parameters that a checkpoint needs: those that are trained, and LoRA's random ones that are frozen."""
     return [name for name, p in model.named_parameters() if p.requires_grad or ".lora_" in name]
 
 
 def trained_state(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """These parameters by name, on the CPU: what a checkpoint needs besides the pretrained model."""
+    """Copies of these parameters on the CPU, by name."""
     parameters = dict(model.named_parameters())
     return {name: parameters[name].detach().cpu().clone() for name in names}
 

@@ -25,10 +25,11 @@ from fastdp.methods.selective import RuleDetector, SelectivePerturbation
 from fastdp.settings import convert_value, types_of
 
 RELEASES = "releases"
+#: More examples than any file has: all of them are read.
 _ALL = 1 << 53
-#: A norm that no hidden state comes near.
+#: A bound on norms that no hidden state comes near.
 _UNCLIPPED = 1e9
-_CTI = ["public", "form", "noise_multiplier", "max_norm", "min_support", "tilt", "cells", "told_at"]
+_CTI_OPTIONS = ["public", "form", "noise_multiplier", "max_norm", "min_support", "tilt", "cells", "told_at"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ Opening = Callable[[Subject], Releases]
 
 
 def choose_perturbation(config: FinetuneConfig) -> Opening:
-    """The local method that a config names; what stands for the engine's own privacy for the others, and for epsilon inf.
+    """What opens a config's local method on its subject; for any other method, and EW-FT at epsilon inf, `Central`.
 
     Raises:
         ConfigError: for an option that the method does not have, or a value that it refuses, before anything is read.
@@ -55,11 +56,12 @@ def choose_perturbation(config: FinetuneConfig) -> Opening:
     kinds: dict[str, Callable[[FinetuneConfig], Opening]] = {"sap": _sap, "ewft": _ewft, "selective": _selective}
     if config.method not in kinds or (config.method == "ewft" and math.isinf(float(config.epsilon or 0))):
         return lambda subject: Central()
-    opening = _in_words(kinds[config.method], config)
-    return lambda subject: _in_words(opening, subject)
+    opening = _with_config_errors(kinds[config.method], config)
+    return lambda subject: _with_config_errors(opening, subject)
 
 
-def _in_words(call: Callable[[Any], Any], argument: Any) -> Any:
+def _with_config_errors(call: Callable[[Any], Any], argument: Any) -> Any:
+    """Call it, and name ``method_options`` in the errors of a method's own checks."""
     try:
         return call(argument)
     except ConfigError:
@@ -91,9 +93,9 @@ def _sap(config: FinetuneConfig) -> Opening:
         raise ConfigError(f"cti must be a mapping such as {{form: prior, public: FILE}}, not {cti!r}")
     if config.task != "classification":
         raise ConfigError("cti favours tokens that tell classes apart: it needs task: classification")
-    check_names(CTI, cti, "cti", _CTI)
+    check_names(CTI, cti, "cti", _CTI_OPTIONS)
     _check_sap(options, cti.get("form"))
-    return lambda subject: SAPPerturbation(**options, cti=_contributing(dict(cti), subject)).open(
+    return lambda subject: SAPPerturbation(**options, cti=_count_cti(dict(cti), subject)).open(
         subject.model, tokenizer=subject.tokenizer
     )
 
@@ -131,7 +133,8 @@ def _check_sap(options: dict[str, Any], form: Any) -> None:
         check_response(2, options["epsilon"])
 
 
-def _contributing(options: dict[str, Any], subject: Subject) -> CTI:
+def _count_cti(options: dict[str, Any], subject: Subject) -> CTI:
+    """Count which tokens contribute to the classes: in the public file, or else in the training texts."""
     path = options.pop("public", None)
     if path is None:
         texts, labels = ([item[key] for item in subject.train.items] for key in ("input_ids", "labels"))
@@ -154,8 +157,8 @@ def _contributing(options: dict[str, Any], subject: Subject) -> CTI:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Learning:
-    """Public text that what precedes EW-FT's noise learns from: its autoencoder alone, or the layers too (``rehearsal``)."""
+class _PublicStage:
+    """Public text for what lies below EW-FT's noise, and how to train on it: the autoencoder, or the layers (``rehearsal``)."""
 
     public: str
     examples: int
@@ -195,27 +198,27 @@ def _ewft(config: FinetuneConfig) -> Opening:
         raise ConfigError(f"noise {noise}: {sentence(key)}")
     if noise not in _SCHEDULES:
         raise ConfigError(f"noise of ewft is {noise!r}: choose one of {', '.join([*_SCHEDULES, 'codebook'])}")
-    # Any noise and number of records will do to see whether the rest holds.
+    # Check the other options now: this noise and number of records only stand for the run's.
     checked = ewft.NoiseSchedule(noise, (1.0,), config.delta, reuse=noise == "release_once")
     plain = ewft.EWFTSettings(noise=checked, sequence_length=config.max_length, dataset_size=1, **options)
 
-    def opened(subject: Subject) -> Releases:
+    def open_on(subject: Subject) -> Releases:
         schedule = _SCHEDULES[noise](config, len(subject.train))
         settings = dataclasses.replace(plain, noise=schedule, dataset_size=len(subject.train))
         return _open(settings, subject, autoencoder, rehearsal)
 
-    return opened
+    return open_on
 
 
 def _pure(config: FinetuneConfig) -> Opening:
-    """`ewft.PureEWFT`: what it tells is drawn once, whatever the number of passes."""
+    """`ewft.PureEWFT`, which releases one code of each example, drawn once whatever the number of passes."""
     options = {"layer": "output", **(config.method_options or {})}
     del options["noise"]
     cells = options.pop("cells", 2)
     public, rehearsal = _autoencoder_text(options), _rehearsal(options.pop("rehearsal", None))
     check_names(ewft.PureEWFT, options, known=["layer", "lengths"])
-    learning = public or rehearsal
-    if learning is None or (public is not None and rehearsal is not None):
+    source = public or rehearsal
+    if source is None or (public is not None and rehearsal is not None):
         raise ConfigError(
             "The encoder of ewft's codebook learns from public text. Name a file as public in method_options, "
             "or as rehearsal."
@@ -223,15 +226,15 @@ def _pure(config: FinetuneConfig) -> Opening:
     mechanism = ewft.codebook(cells, _epsilon(config))
     plain = ewft.NoisePlace(sequence_length=config.max_length, dataset_size=1, **options)
 
-    def opened(subject: Subject) -> Releases:
-        found = subject.read_public(learning.public, learning.examples, plain.sequence_length)
+    def open_on(subject: Subject) -> Releases:
+        found = subject.read_public(source.public, source.examples, plain.sequence_length)
         place = dataclasses.replace(plain, dataset_size=len(subject.train), public_texts=(found.origin,))
 
         def attach(model: nn.Module) -> ewft.PureEWFT:
             return ewft.PureEWFT(model, mechanism=mechanism, **vars(place))
 
         if rehearsal is not None:
-            # What tells the classes apart is learned whole; the draw comes after, and of a summary.
+            # Without noise or clipping: the text is public, and the private release is a code that is drawn later.
             silent = ewft.NoiseSchedule("none", (0.0,), subject.config.delta)
             _rehearse(attach, place, subject, rehearsal, found.batches, noise=silent, max_norm=_UNCLIPPED)
         made = attach(subject.model)
@@ -242,20 +245,21 @@ def _pure(config: FinetuneConfig) -> Opening:
             raise
         return made
 
-    return opened
+    return open_on
 
 
 def _rehearse(
     attach: Callable[[nn.Module], Releases],
     place: ewft.NoisePlace,
     subject: Subject,
-    rehearsal: _Learning,
+    rehearsal: _PublicStage,
     batches: Iterable[Mapping[str, Any]],
     **others: Any,
 ) -> None:
-    """Train what lies below the noise. What the model makes EWFT refuse is refused before minutes of it."""
+    """Train the layers below the noise on public text."""
     trained = [p for p in subject.model.parameters() if p.requires_grad]
-    attach(subject.model).remove()  # It freezes the layers that are to rehearse.
+    # Attaching refuses an unfit model before minutes of training; it also freezes the layers that are to be trained.
+    attach(subject.model).remove()
     for parameter in trained:
         parameter.requires_grad_()
     if rehearsal.learning_rate is not None:
@@ -265,7 +269,7 @@ def _rehearse(
 
 
 def _open(
-    settings: ewft.EWFTSettings, subject: Subject, autoencoder: _Learning | None, rehearsal: _Learning | None
+    settings: ewft.EWFTSettings, subject: Subject, autoencoder: _PublicStage | None, rehearsal: _PublicStage | None
 ) -> ewft.EWFT:
     if rehearsal is not None:
         if settings.autoencoder is not None:
@@ -291,20 +295,20 @@ def _open(
     return made
 
 
-def _autoencoder_text(options: dict[str, Any]) -> _Learning | None:
+def _autoencoder_text(options: dict[str, Any]) -> _PublicStage | None:
     path = options.pop("public", None)
-    return None if path is None else _Learning(public=str(path), examples=512)
+    return None if path is None else _PublicStage(public=str(path), examples=512)
 
 
-def _rehearsal(options: Any) -> _Learning | None:
+def _rehearsal(options: Any) -> _PublicStage | None:
     if options is None:
         return None
-    kinds = types_of(_Learning)
+    kinds = types_of(_PublicStage)
     if not isinstance(options, Mapping) or "public" not in options or not set(options) <= set(kinds):
         others = ", ".join(name for name in kinds if name != "public")
         raise ConfigError(f"rehearsal must be a mapping of public, a file, and of {others}; not {options!r}")
     given = {"examples": _ALL, **options, "public": str(options["public"])}
-    return _Learning(**{name: convert_value(name, value, kinds) for name, value in given.items()})
+    return _PublicStage(**{name: convert_value(name, value, kinds) for name, value in given.items()})
 
 
 _SCHEDULES: dict[str, Callable[[FinetuneConfig, int], ewft.NoiseSchedule]] = {

@@ -27,9 +27,9 @@ from fastdp.untrusted import PAGE_POLICY, escape_html, parse_json, parse_yaml, q
 
 #: Settings that every comparison shows; others appear where the runs differ.
 _ALWAYS = ("task", "peft", "method", "epochs", "batch_size", "learning_rate", "max_length")
-#: Most bytes of a file of a run: a row of metrics takes two hundred.
-_LARGEST = 1 << 26
-#: The figure of a task, in the order of `Quality.figure`.
+#: Most bytes of a run's file that are read: a row of metrics takes two hundred.
+_MAX_BYTES = 1 << 26
+#: Quality measures, the first of which that a run has is shown; in the order of `Quality.figure`.
 _FIGURES = {
     "perplexity": "lower is better",
     "rmse": "lower is better",
@@ -67,11 +67,11 @@ class Record:
         return cls(
             name,
             folder,
-            _parsed(folder / "config.yaml", parse_yaml, {}),
-            _parsed(folder / "metrics.jsonl", lambda text: list(map(_json, text.splitlines())), []),
-            _parsed(folder / "result.json", _json, None),
-            None if card is None else _parsed(card, _json, None),
-            _parsed(folder / "samples.json", _json, {}),
+            _read_file(folder / "config.yaml", parse_yaml, {}),
+            _read_file(folder / "metrics.jsonl", lambda text: list(map(_json, text.splitlines())), []),
+            _read_file(folder / "result.json", _json, None),
+            None if card is None else _read_file(card, _json, None),
+            _read_file(folder / "samples.json", _json, {}),
         )
 
     @property
@@ -101,7 +101,7 @@ class Record:
 
     @cached_property
     def smooth(self) -> list[tuple[float, float]]:
-        """The losses as running means."""
+        """(step, running mean of the loss)."""
         means = running_mean([loss for _, loss in self.losses], max(1, len(self.losses) // 20))
         return [(step, mean) for (step, _), mean in zip(self.losses, means)]
 
@@ -112,7 +112,7 @@ class Record:
         return [(epsilon, means[step]) for step, epsilon in self.spent if step in means]
 
     def at(self, epsilon: float) -> tuple[float, float]:
-        """The step at which so much was spent, between those that epsilon is known of, and the running mean of the loss there."""
+        """Step and running mean of the loss at which ``epsilon`` was spent, interpolated between the recorded steps."""
         steps, spent = np.transpose(self.spent)
         step = float(np.interp(epsilon, spent, steps))
         steps, losses = np.transpose(self.smooth)
@@ -125,7 +125,7 @@ class Record:
 
     @cached_property
     def promise(self) -> tuple[str, str]:
-        """What was bought, in a few words and in a sentence."""
+        """The guarantee, in a few words and in a sentence."""
         card, result = self.card, self.result
         delta = self.config.get("delta")
         if card is None:
@@ -144,7 +144,7 @@ class Record:
         )
 
     def facts(self, public: bool) -> Iterator[tuple[str, str | Markup]]:
-        """What is known of it, each with its name; what no guarantee covers only where it is not ``public``."""
+        """Name and value of each fact of the page; those that no guarantee covers only where it is not ``public``."""
         result, before, after = self.result or {}, self.quality("before"), self.quality("after")
         if after is not None and not public:
             was = "" if before is None else f"{before[1]:.4g} \u2192 "
@@ -165,7 +165,7 @@ class Record:
 
     @property
     def command(self) -> str:
-        """What checks it, or goes on with it."""
+        """The command that verifies the run, or resumes it."""
         name = shlex.quote(self.name)
         return f"fastdp verify {name}" if self.card is not None else f"fastdp finetune --resume --output {name}"
 
@@ -199,7 +199,7 @@ def build_report(folders: Sequence[Path], *, public: bool = False) -> str:
             names=", ".join(run.name for run in runs),
             policy=Markup(PAGE_POLICY),
             charts=list(_charts(runs, public)),
-            equal=_equal(runs, public),
+            equal=_compare_at_equal_epsilon(runs, public),
             settings=list(_settings(runs)),
             notes=[(index, run.notes) for index, run in enumerate(runs) if run.notes],
             samples=[entry for entry in samples if any(entry[1:])],
@@ -212,12 +212,12 @@ def build_report(folders: Sequence[Path], *, public: bool = False) -> str:
 
 
 def _plain_text(value: Any) -> Markup:
-    """What the template is given as text of the page, unless it is HTML already."""
+    """Escape a value for the page, unless it is HTML already."""
     return value if isinstance(value, Markup) else Markup(escape_html(value))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of their paths that tell them apart."""
+    """Distinct names: the last parts of each path, as few as tell all of them apart."""
     parts = [folder.resolve().parts for folder in folders]
     if len(set(parts)) < len(parts):
         raise ConfigError("a run is named twice: name each once")
@@ -227,9 +227,10 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return ["/".join(part[-length:]) for part in parts]
 
 
-def _parsed(path: Path, parse: Callable[[str], Any], missing: Any) -> Any:
+def _read_file(path: Path, parse: Callable[[str], Any], missing: Any) -> Any:
+    """What ``parse`` makes of a file, or ``missing`` if there is none. Raises ConfigError for one that cannot be read."""
     try:
-        return parse(read_text(path, _LARGEST)) if path.exists() else missing
+        return parse(read_text(path, _MAX_BYTES)) if path.exists() else missing
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError:
@@ -261,8 +262,8 @@ def _charts(runs: Sequence[Record], public: bool) -> Iterator[tuple[str, str, Ma
         yield "Training loss", about, drawn([Line(run.name, run.smooth, run.losses) for run in runs], unit)
 
 
-def _equal(runs: Sequence[Record], public: bool) -> str | dict[str, Any] | None:
-    """Runs compared at an epsilon that all have spent, which is the only fair place; or why they cannot be."""
+def _compare_at_equal_epsilon(runs: Sequence[Record], public: bool) -> str | dict[str, Any] | None:
+    """Losses at the largest epsilon that all private runs have spent, or why they do not compare; None if nothing is shown."""
     private = [(index, run) for index, run in enumerate(runs) if run.by_epsilon and run.target is not None]
     if len(private) < 2:
         return None

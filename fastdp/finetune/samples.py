@@ -43,9 +43,8 @@ def draw_samples(
 def _generated(
     model: Any, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor, config: FinetuneConfig, **how: Any
 ) -> list[str]:
-    room = config.max_length - ids.shape[1]
     whole = config.task == "seq2seq"
-    count = min(_TOKENS, config.max_length if whole else room)
+    count = min(_TOKENS, config.max_length - (0 if whole else ids.shape[1]))
     return [""] * len(ids) if count < 1 else continue_texts(model, tokenizer, ids, whole, max_new_tokens=count, **how)
 
 

@@ -26,7 +26,7 @@ from fastdp.validate import integer, positive, rate
 TEXT = "text"
 #: Texts and their labels.
 Labelled = tuple[Sequence[str], Sequence[str]]
-#: How often a prompt is tried for each text that it should give, where texts are empty or come again.
+#: Attempts at each text of a prompt: some give an empty text, or one that is there already.
 _TRIES = 4
 
 
@@ -81,7 +81,8 @@ def synthesize(
     values = [] if prompts is None else [prompts.column(name, "prompt_column") for name in columns]
     given = [dict(zip(columns, row)) for row in dict.fromkeys(zip(*values))] or [{}]
     starts = _starts(tokenizer, config, columns, given, target)
-    batches = itertools.count(1_000_003 * sampling.seed)
+    # A seed for each batch, by a large step: runs of neighbouring seeds draw no batch alike.
+    seeds = itertools.count(1_000_003 * sampling.seed)
 
     def rows() -> Iterator[dict[str, str]]:
         for fields, ids in zip(given, starts):
@@ -90,7 +91,7 @@ def synthesize(
             while len(seen) < count and tries > 0:
                 size = min(sampling.batch_size, count - len(seen), tries)
                 tries -= size
-                for text in _texts(model, tokenizer, config, [ids] * size, sampling, seed=next(batches)):
+                for text in _texts(model, tokenizer, config, [ids] * size, sampling, seed=next(seeds)):
                     if text and text not in seen:
                         seen.add(text)
                         yield {**fields, target: text}
@@ -104,8 +105,8 @@ def near_copies(texts: Sequence[str], records: Sequence[str], words: int = 8) ->
     >>> near_copies(["the cat sat on a mat", "a dog"], ["and then the cat sat on it"], words=4)
     [0]
     """
-    known = set(itertools.chain.from_iterable(_runs(record, words) for record in records))
-    return [index for index, text in enumerate(texts) if not known.isdisjoint(_runs(text, words))]
+    known = set(itertools.chain.from_iterable(_word_runs(record, words) for record in records))
+    return [index for index, text in enumerate(texts) if not known.isdisjoint(_word_runs(text, words))]
 
 
 class Judge:
@@ -125,7 +126,7 @@ class Judge:
 
     @torch.no_grad()
     def features(self, texts: Sequence[str], batch_size: int = 64) -> torch.Tensor:
-        """Mean last states, of length 1: float32 ``[len(texts), width]``."""
+        """Mean last states, scaled to norm 1: float32 ``[len(texts), width]``."""
         # Texts of like length share a batch, so that few tokens are padding.
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         found = torch.empty(len(texts), self._model.config.hidden_size)
@@ -152,13 +153,15 @@ class Judge:
         labels = sorted(set(train[1]))
         if len(labels) < 2:
             raise ValueError(f"the rows to train on have {len(labels)} label: a classifier needs two at least")
-        weight, bias = _fitted(self.features(train[0]), torch.tensor([labels.index(label) for label in train[1]]))
-        said = F.linear(self._test, weight, bias).argmax(1).tolist()
-        return sum(labels[index] == label for index, label in zip(said, self._labels)) / len(said)
+        weight, bias = _fit_logistic_regression(
+            self.features(train[0]), torch.tensor([labels.index(label) for label in train[1]])
+        )
+        predictions = F.linear(self._test, weight, bias).argmax(1).tolist()
+        return sum(labels[index] == label for index, label in zip(predictions, self._labels)) / len(predictions)
 
 
-def _fitted(features: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logistic regression: the minimum of the mean loss and a small square of the weights."""
+def _fit_logistic_regression(features: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and biases that minimise the mean loss with a small L2 penalty."""
     weight = torch.zeros(int(labels.max()) + 1, features.shape[1], requires_grad=True)
     bias = torch.zeros(len(weight), requires_grad=True)
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=200, line_search_fn="strong_wolfe")
@@ -196,13 +199,13 @@ def _starts(
     given: Sequence[dict[str, str]],
     target: str,
 ) -> list[list[int]]:
-    """What the model is given of each prompt: the tokens before the target, encoded as in training."""
+    """The tokens of each prompt, as in training: those before the target, for which a letter stands."""
     rows: list[dict[str, Any]] = [{**fields, target: "a"} for fields in given]
     table = Rows(Path("prompts"), (*columns, target), rows, range(1, len(rows) + 1), word="prompt")
     found = []
     for item in encode_rows(table, tokenizer, config).items:
         first = next((at for at, label in enumerate(item["labels"]) if label != IGNORED), len(item["labels"]))
-        # Without a prompt every token has a label, and what comes first begins a text.
+        # Without a prompt every token has a label: a text then continues the first one.
         found.append(item["input_ids"][:first] or item["input_ids"][:1])
     if not columns and tokenizer.bos_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -229,6 +232,6 @@ def _texts(
         return continue_texts(model, tokenizer, given, do_sample=True, max_new_tokens=most, **how)
 
 
-def _runs(text: str, words: int) -> Iterator[tuple[str, ...]]:
+def _word_runs(text: str, words: int) -> Iterator[tuple[str, ...]]:
     split = text.lower().split()
     return (tuple(split[begin : begin + words]) for begin in range(len(split) - words + 1))

@@ -202,10 +202,9 @@ def train_biases_only(model: nn.Module, also: Collection[str] = ()) -> list[str]
 def fix_lora_projections(model: nn.Module) -> list[str]:
     """Give every LoRA of `model` a frozen first matrix with orthonormal rows, so that its second one alone is trained.
 
-    With W = W0 + s B A and A A^T = I the gradient of B is s G A^T, whose norm is that of s G A^T A: an example is clipped by what
-    it would change the whole matrix by, within the rows of A, and noise is added there evenly. Neither then depends on how
-    large A and B happen to be (arXiv 2606.00944), no product of two noises arises, and half of the noise has nowhere to go
-    (arXiv 2403.12313 freezes A as it was drawn). A is drawn from torch's generator, and public.
+    With W = W0 + s B A and A A^T = I the gradient of B is s G A^T, whose norm is that of s G A^T A, the change of the whole
+    matrix. Clipping and noise thus act on that change, whatever the size of A and B (arXiv 2606.00944). With A frozen (arXiv
+    2403.12313) only B gets noise, and no product of two noises arises. A is drawn from torch's generator, and public.
 
     Returns:
         The names of the frozen matrices.
@@ -217,10 +216,9 @@ def fix_lora_projections(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
             continue
-        for kind in (module.lora_A, module.lora_embedding_A):
-            held: Any = kind
-            for key, holder in held.items():
-                weight: torch.Tensor = holder if isinstance(holder, nn.Parameter) else holder.weight
+        for adapters in (module.lora_A, module.lora_embedding_A):
+            for key, first in dict[str, Any](adapters).items():
+                weight: torch.Tensor = first if isinstance(first, nn.Parameter) else first.weight
                 if weight.shape[0] > weight.shape[1]:
                     raise ValueError(
                         f"{name} has rank {weight.shape[0]} and reads {weight.shape[1]} numbers: lower the rank of LoRA to that"

@@ -1,4 +1,4 @@
-"""EW-FT's noise in step with transformers' Trainer."""
+"""A callback by which transformers' Trainer tells EW-FT each epoch, on which its noise depends."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ class EpochCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Trainer counts epochs from 0, in fractions."""
-        # At the start of an epoch the fraction is whole up to rounding.
+        """Set the epoch, which EW-FT counts from 1."""
+        # Trainer counts from 0 by adding up fractions, so that a whole number is one up to rounding.
         self.ewft.set_epoch(math.floor((state.epoch or 0.0) + 1e-6) + 1)

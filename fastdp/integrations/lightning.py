@@ -9,18 +9,16 @@ from fastdp.private.run import Private
 
 
 class Batches:
-    """What to give Lightning's ``fit`` for training: the micro-batches of a private run, without a length.
+    """The microbatches of a private run, without a length: give it to Lightning's ``fit`` for training.
 
-    Lightning ends an epoch after as many batches as a loader is long, and a private loader's length counts logical steps, each
-    of which may take several micro-batches. Without a length it goes on to the end, and takes each batch while the one before
-    is not differentiated yet, which is allowed here, of one batch and no more.
+    Lightning ends an epoch after ``len(loader)`` batches, and a private loader's length counts logical batches. Of an iterable
+    without a length it takes all batches, and fetches each before the backward pass of the one before.
 
     Args:
         private: what `fastdp.make_private` returned.
 
     Raises:
-        RuntimeError: while it is iterated over, if a batch was never differentiated, as the next one would be taken for it, or if
-            the trainer accumulates gradients.
+        RuntimeError: during iteration, if a batch had no backward pass, or the trainer accumulates gradients.
     """
 
     def __init__(self, private: Private):
@@ -28,19 +26,20 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         loader = self.private.data_loader
+        # Backward passes are checked here, as they lag one batch behind.
         loader.look_ahead = loader.takes_ahead = True
         try:
             for batch in loader:
-                # This one's, and that of the batch which Lightning hands out next.
-                self._require_consumed(but=2)
+                # Pending are this batch and the one before, which Lightning trains on next.
+                self._require_consumed(pending=2)
                 loader.owner.require_step()
                 yield batch
-            self._require_consumed(but=1)
+            self._require_consumed(pending=1)
         finally:
             loader.look_ahead = loader.takes_ahead = False
 
-    def _require_consumed(self, but: int) -> None:
-        if len(self.private.data_loader.tickets) > but:
+    def _require_consumed(self, pending: int) -> None:
+        if len(self.private.data_loader.tickets) > pending:
             raise RuntimeError(
                 "a batch was skipped: training_step must return the loss of every batch, or differentiate it by manual_backward"
             )

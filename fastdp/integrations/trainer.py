@@ -34,11 +34,12 @@ from fastdp.validate import instance
 _LOG = logging.getLogger(__name__)
 #: The privacy state's file inside a Trainer checkpoint.
 STATE_FILE = "fastdp_state.pt"
-_CHOSEN = (
+#: Assumption of a run whose evaluation decides what is kept; its card states it.
+_PUBLIC_EVALUATION = (
     "which checkpoint was kept, or when training ended, was decided by figures of the evaluation data: these are public, and "
     "none of them is among the training data"
 )
-#: Arguments of make_private in messages, and those of a Trainer that they stand for.
+#: Patterns of make_private's messages, and what they become in a Trainer's own terms.
 _WORDING = {
     r"make_private \(or PrivacyArguments\)": "PrivacyArguments",
     r"(?<=[Gg]ive )make_private": "PrivacyArguments",
@@ -55,7 +56,7 @@ _WORDING = {
 
 @contextmanager
 def _trainer_wording() -> Iterator[None]:
-    """Meanwhile refusals name a Trainer's arguments in the place of make_private's."""
+    """Make refusals within the block name a Trainer's arguments instead of make_private's."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -67,13 +68,14 @@ def _trainer_wording() -> Iterator[None]:
         raise
 
 
-_EARLY = (
+#: Advice for a run that ends before its budget is spent.
+_ENDED_EARLY = (
     "Training ended early: set num_train_epochs or max_steps to what it takes, or go on with resume_from_checkpoint."
 )
 
 
-def _marked(name: str) -> str:
-    """The name under which a figure is shown: what is of training is of the private data, times and memory too."""
+def _log_name(name: str) -> str:
+    """The name under which a figure is logged: all of training, time and memory too, are computed from the private data."""
     return f"unprotected_{name}" if name == "loss" or name.startswith("train_") else name
 
 
@@ -137,6 +139,7 @@ class LogicalLoader:
             # A resumed run has fewer steps left than its epochs ask for: it ends at its budget.
             return
         self._begun = True
+        # The backward passes of a logical batch come after all of its microbatches, and are checked below.
         loader.look_ahead = True
         batches: list[Any] = []
         for batch in loader:
@@ -147,7 +150,7 @@ class LogicalLoader:
                 batches = []
 
 
-# To a type checker what stands behind it is a Trainer; at run time it is whichever its subclass names.
+# A mixin: a subclass puts its Trainer behind it, and the type checker is told of the plain one.
 _TrainerBase: Any = Trainer if TYPE_CHECKING else object
 
 
@@ -179,9 +182,9 @@ class PrivateTraining(_TrainerBase):
         super().__init__(*args, **kwargs)
         self.privacy = privacy
         self.private: Private | None = None
-        # The clipping that counts is per example; a second one on the noisy sum would only distort it.
+        # Clipping is per example. Trainer's own would clip the noisy sum a second time.
         self.args.max_grad_norm = 0.0
-        # Batches are drawn afresh after a resume: skipping would spend draws and protect nothing.
+        # A resumed run draws new batches, so there are none to skip.
         self.args.ignore_data_skip = True
 
     #: Settings that have no place in private training, by name: what they are where they do no harm, and what to do instead.
@@ -239,17 +242,17 @@ class PrivateTraining(_TrainerBase):
         return LogicalLoader(self.private)
 
     def _make_private(self) -> Private:
-        users = self._users()
-        loader = self._plain_loader()
+        self._check_dataset()
+        users, loader = self._users(), self._plain_loader()
         batch_size, epochs = int(loader.batch_size or 1), self.args.num_train_epochs
         if self.args.max_steps > 0:
             units = len(set(users)) if users is not None else len(loader.dataset)  # type: ignore[arg-type]
             epochs = self.args.max_steps / -(-units // batch_size)
-        # Where processes run on several machines, the first alone has the ledger.
+        # Of processes on several machines only the first may have the ledger's file.
         resuming = Ranks.here().first(lambda: (Path(self.args.output_dir) / "ledger.jsonl").exists())
         self.__dict__.pop("create_optimizer", None)
         lengths, optimizer = self._lengths(), self.create_optimizer()
-        # Trainer calls it again, and a subclass's own method may make another optimizer, which releases nothing.
+        # Trainer calls it again. A subclass's own would then make another optimizer, whose steps are not private.
         self.__dict__["create_optimizer"] = lambda *_: self.optimizer
         private = make_private(
             self.private_model(),
@@ -261,16 +264,15 @@ class PrivateTraining(_TrainerBase):
             resume=resuming and self._resumes,
             **self._options(loader),
         )
-        private.ending.advice = _EARLY
+        private.ending.advice = _ENDED_EARLY
         if lengths is not None:
             private.data_loader.lengths = lengths
         early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
         if early or self.args.load_best_model_at_end or self.args.save_strategy == "best":
-            private.assume(_CHOSEN)
+            private.assume(_PUBLIC_EVALUATION)
         return private
 
-    def _users(self) -> list[Any] | None:
-        """The user of each example, read before Trainer drops the columns that the model's forward does not name."""
+    def _check_dataset(self) -> None:
         if self.train_dataset is None:
             raise ValueError(f"{type(self).__name__} needs a train_dataset")
         if isinstance(self.train_dataset, IterableDataset):
@@ -279,6 +281,9 @@ class PrivateTraining(_TrainerBase):
             raise ValueError(
                 "train_dataset holds no example: raise max_length if it cut every label, and check the filters"
             )
+
+    def _users(self) -> list[Any] | None:
+        """The user of each example, read before Trainer drops the columns that the model's forward does not name."""
         column, known = self.privacy.user_id_column, self.train_dataset[0]
         if column is not None and column not in known:
             raise ValueError(f"user_id_column is {column!r}, which no example has: name one of {', '.join(known)}")
@@ -432,7 +437,7 @@ class PrivateTraining(_TrainerBase):
         name = self.args.hub_model_id or Path(self.args.output_dir).resolve().name
         with tempfile.TemporaryDirectory() as folder:
             self.save_model(folder)
-            # It holds paths of this machine, and whatever else was set.
+            # The training arguments hold paths of this machine.
             (Path(folder) / "training_args.bin").unlink(missing_ok=True)
             return upload_to_hub(Path(folder), name, commit_message=commit_message, **options)
 
@@ -493,23 +498,23 @@ class PrivateTraining(_TrainerBase):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log with epsilon, and with what is unprotected marked as such."""
         own = self._judges_training
-        marked = {f"unprotected_{k}" if own and k.startswith("eval_") else _marked(k): v for k, v in logs.items()}
+        marked = {f"unprotected_{k}" if own and k.startswith("eval_") else _log_name(k): v for k, v in logs.items()}
         if self.private is not None and "learning_rate" in logs:
-            # A method as its paper prints it may guarantee nothing, whatever its event costs.
+            # Infinite for a method whose printed form has no guarantee.
             marked["epsilon"] = self.private.epsilon()
         super().log(marked, *args, **kwargs)
 
     def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
         """Write figures as Trainer does, those of training marked as `log` marks them, for their owner alone to read."""
-        super().save_metrics(split, {_marked(key): value for key, value in metrics.items()}, combined)
-        self._for_the_owner(f"{split}_results.json", "all_results.json")
+        super().save_metrics(split, {_log_name(key): value for key, value in metrics.items()}, combined)
+        self._make_owner_only(f"{split}_results.json", "all_results.json")
 
     def save_state(self) -> None:
         """Write the state, with the log of losses, as Trainer does, for its owner alone to read."""
         super().save_state()
-        self._for_the_owner("trainer_state.json")
+        self._make_owner_only("trainer_state.json")
 
-    def _for_the_owner(self, *names: str) -> None:
+    def _make_owner_only(self, *names: str) -> None:
         for path in (Path(self.args.output_dir) / name for name in names):
             if self.is_world_process_zero() and path.exists():
                 path.chmod(0o600)
@@ -527,7 +532,7 @@ class PrivateTraining(_TrainerBase):
             path = Path(checkpoint) / STATE_FILE
             if not path.exists():
                 raise ValueError(f"{checkpoint} has no {STATE_FILE}: it is no checkpoint of a private run")
-            # First, since a method may have left some parameters out of the optimizer whose state comes next.
+            # Before the optimizer's state: a method may leave parameters out of the optimizer.
             self.private.load_state_dict(torch.load(path, weights_only=True))
         super()._load_optimizer_and_scheduler(checkpoint)
 

@@ -69,26 +69,34 @@ class PackingCollator:
         }
 
 
+def _columns_read(first: Mapping[str, Any], field: str | None) -> list[str]:
+    """Columns that trl reads of rows like the first; ``field`` is dataset_text_field, None for pairs."""
+    if field is not None and "messages" in first:
+        return ["messages"]
+    prompt = ["prompt"] if "prompt" in first else []
+    if field is None:
+        return [*prompt, "chosen", "rejected"]
+    return [*prompt, "completion"] if prompt else [field]
+
+
 @contextmanager
 def _data_errors(field: str | None, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Meanwhile trl's errors about rows name row, column and argument; ``field`` is dataset_text_field, None of pairs."""
+    """Replace trl's errors about rows by ones that name row, column and argument; ``field`` as in `_columns_read`."""
     rows: Any = kwargs.get("train_dataset") or ()
     try:
         yield
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
-        own = isinstance(error, ValueError)
-        if isinstance(error, StopIteration) or (own and "torch.cat" in str(error)):
+        has_a_reason = isinstance(error, ValueError)
+        if isinstance(error, StopIteration) or (has_a_reason and "torch.cat" in str(error)):
             raise ValueError("train_dataset holds no example: raise max_length if it cut every one") from error
         first: Mapping[str, Any] = next(iter(rows), {})
-        needs = ["prompt"] if "prompt" in first else []
-        needs += ["chosen", "rejected"] if field is None else ["completion"] if needs else [field]
-        needs = ["messages"] if field is not None and "messages" in first else needs
+        needs = _columns_read(first, field)
         template = getattr(kwargs.get("processing_class"), "chat_template", "")
         if not template and any(isinstance(first.get(name), list) for name in needs):
             raise ValueError(
                 "The tokenizer has no chat template. Set it, or give texts in place of messages."
             ) from error
-        for number, row in enumerate(() if own else rows):
+        for number, row in enumerate(() if has_a_reason else rows):
             for name in needs:
                 if name not in row:
                     what = f"dataset_text_field is {name!r}" if name == field else f"train_dataset needs {name!r}"
@@ -121,16 +129,16 @@ class DPSFTTrainer(PrivateTraining, SFTTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         arguments: Any = kwargs.get("args") or (args[1] if len(args) > 1 else None)
         # trl packs before the loader samples, so its samples would be packed rows. We pack after sampling examples.
-        self._packs, evaluates = bool(getattr(arguments, "packing", False)), None
+        self._packs = bool(getattr(arguments, "packing", False))
+        eval_packing = getattr(arguments, "eval_packing", None)
         if self._packs:
-            evaluates = arguments.eval_packing
             arguments.packing, arguments.eval_packing = False, False
         try:
             with _data_errors(getattr(arguments, "dataset_text_field", "text"), kwargs):
                 super().__init__(*args, **kwargs)
         finally:
             if self._packs:
-                arguments.packing, arguments.eval_packing = True, evaluates
+                arguments.packing, arguments.eval_packing = True, eval_packing
 
     def private_collator(self) -> Any:
         """trl's own, or one that packs."""
@@ -215,7 +223,7 @@ class DPDPOTrainer(PrivateTraining, DPOTrainer):
     """`trl.DPOTrainer` that trains privately; see `PrivateTraining`.
 
     The unit is a pair, its prompt with it. Log-probabilities of the reference are computed beforehand, whatever
-    ``precompute_ref_log_probs`` says, and of each pair alone: beside others, rounding would follow how long those are.
+    ``precompute_ref_log_probs`` says, and for each pair alone: in a batch their rounding would depend on other pairs' lengths.
 
     Args:
         privacy: budget and method, as `PrivacyArguments`.

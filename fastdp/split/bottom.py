@@ -22,10 +22,10 @@ from fastdp.methods.sap import Bottom, split_model
 from fastdp.untrusted import check_config, parse_json_object, quote
 
 FILE = "bottom.safetensors"
-#: Most bytes of what a bottom computes when it is built, such as rotary tables, which no file holds.
-_MOST_BUFFERS = 1 << 29
-#: Of a config's own keys those that do not travel: names and labels say nothing of a bottom, and layers are counted apart.
-_UNSENT = {
+#: Most bytes of the tables that building a bottom allocates, such as rotary ones, whose size only its config says.
+_MAX_BUFFER_BYTES = 1 << 29
+#: Settings that are not sent: names and labels do not change a bottom, and its number of blocks is a field of the message.
+_LOCAL_SETTINGS = {
     *("_name_or_path", "architectures", "auto_map", "id2label", "label2id", "model_type", "transformers_version"),
     *("n_layer", "num_hidden_layers"),
 }
@@ -47,13 +47,13 @@ class PackedBottom:
 
 
 def pack_bottom(bottom: Bottom, folder: Path) -> PackedBottom:
-    """Write the bottom to ``folder``, in one piece."""
+    """Write the bottom's file to ``folder``: the whole of it, or nothing."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in bottom.state_dict().items()}
     path = folder / FILE
     files.save_tensors(path, tensors)
     config: Any = bottom.model.config
     settings = json.loads(config.to_json_string(use_diff=True))
-    kept = {key: settings[key] for key in _keys(config.model_type) & settings.keys()}
+    kept = {key: settings[key] for key in _sent_settings(config.model_type) & settings.keys()}
     return PackedBottom(path, canonical({"model_type": config.model_type, **kept}), named_digest(tensors))
 
 
@@ -69,8 +69,8 @@ def unpack_bottom(packed: PackedBottom, after: int) -> Bottom:
             with torch.device("meta"):
                 empty = _build(packed.config, after)
             expected = {name: list(value.shape) for name, value in empty.state_dict().items()}
-            if sum(buffer.nbytes for buffer in empty.buffers()) > _MOST_BUFFERS:
-                raise ValueError(f"its config asks for tables of more than {_MOST_BUFFERS} bytes")
+            if sum(buffer.nbytes for buffer in empty.buffers()) > _MAX_BUFFER_BYTES:
+                raise ValueError(f"its config asks for tables of more than {_MAX_BUFFER_BYTES} bytes")
             if shapes != expected:
                 raise ValueError("its weights are not those of its config")
             weights = {name: file.get_tensor(name) for name in shapes}
@@ -79,7 +79,7 @@ def unpack_bottom(packed: PackedBottom, after: int) -> Bottom:
             if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
                 raise ValueError("its weights hold a NaN or an infinity, which no noise hides")
     except Exception as error:
-        # Another's config may make transformers raise anything.
+        # The vendor's config is hostile input: transformers may raise any error for it.
         raise ValueError(f"the bottom in {packed.path} cannot be used: {error}") from None
     bottom = _build(packed.config, after)
     bottom.load_state_dict(weights)
@@ -94,19 +94,19 @@ def check_published(bottom: Bottom, folder: Path) -> None:
     Raises:
         ValueError: for weights that are not the published ones, and a folder that holds none.
     """
-    wanted = {name.removeprefix("model."): value.cpu() for name, value in bottom.state_dict().items()}
+    missing = {name.removeprefix("model."): value.cpu() for name, value in bottom.state_dict().items()}
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ValueError(f"{folder} holds no .safetensors file to compare the vendor's bottom with")
     for path in paths:
         with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
             for name in file.keys():  # noqa: SIM118
-                own = next((own for own in wanted if name == own or name.endswith(f".{own}")), None)
-                if own is not None and torch.equal(file.get_tensor(name).to(wanted[own].dtype), wanted[own]):
-                    del wanted[own]
-    if wanted:
+                own = next((own for own in missing if name == own or name.endswith(f".{own}")), None)
+                if own is not None and torch.equal(file.get_tensor(name).to(missing[own].dtype), missing[own]):
+                    del missing[own]
+    if missing:
         raise ValueError(
-            f"the vendor's bottom is not the published model's in {folder} ({min(wanted)}): do not use it, or leave published out"
+            f"the vendor's bottom is not the published model's in {folder} ({min(missing)}): do not use it, or omit published"
         )
 
 
@@ -114,7 +114,7 @@ def _build(config: str, after: int) -> Bottom:
     """A bottom of random weights. Raises ValueError for a model type or a setting that is not known."""
     settings = parse_json_object(config)
     kind = settings.pop("model_type", None)
-    if unknown := settings.keys() - _keys(kind):
+    if unknown := settings.keys() - _sent_settings(kind):
         raise ValueError(f"its config has the setting {quote(min(unknown))}, which no {kind} model has")
     check_config(settings)
     if isinstance(settings.get("layer_types"), list):
@@ -123,8 +123,8 @@ def _build(config: str, after: int) -> Bottom:
     return split_model(AutoModel.from_config(made), after)[0]
 
 
-def _keys(kind: Any) -> set[str]:
-    """The settings of a model type that travel. Raises ValueError for one that cannot be split."""
+def _sent_settings(kind: Any) -> set[str]:
+    """Names of the settings that are sent for a model type. Raises ValueError for one that cannot be split."""
     if kind not in MODEL_TYPES:
         raise ValueError(f"its model_type is {quote(kind)}: a bottom is of {', '.join(MODEL_TYPES)}")
-    return set(AutoConfig.for_model(kind).to_dict()) - _UNSENT
+    return set(AutoConfig.for_model(kind).to_dict()) - _LOCAL_SETTINGS

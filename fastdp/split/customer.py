@@ -29,6 +29,7 @@ from fastdp.methods.sap import PrivateBottom, TextPrivatizer
 from fastdp.split.bottom import FILE, PackedBottom, check_published, unpack_bottom
 from fastdp.split.connection import Connection
 from fastdp.split.operations import DESCRIPTION_FIELDS, VECTOR_TYPES, ServiceDescription, replies
+from fastdp.split.run import mixed_seed
 from fastdp.split.store import ExampleStore
 from fastdp.split.wire import Message, MessageRejected, Outgoing
 from fastdp.validate import integer, one_of, usable_device
@@ -36,8 +37,8 @@ from fastdp.validate import integer, one_of, usable_device
 RECORD, BOTTOM, LOSSES_FILE, STATEMENT_FILE = "customer.json", "bottom.json", "losses.jsonl", "statement.json"
 #: Longest pause, in seconds, before a step is begun anew.
 _LONGEST_PAUSE = 2.0
-#: Room for headers in a message with rows.
-_HEADERS = 1 << 16
+#: Room that a message with rows leaves for its headers.
+_HEADER_BYTES = 1 << 16
 
 Privatizer = TextPrivatizer | PrivateBottom
 
@@ -54,9 +55,8 @@ class SplitCustomer:
         folder: for the bottom, the privatized rows and the run's record. It must survive: without it texts would have to be
             released again.
         certificates: the customer's own folder of `make_certificates`.
-        insecure, name: no TLS, on this machine alone, and who calls then.
-        tokenizer: of the published model, from a place that you trust; the vendor sends none. A folder goes on with the same
-            one alone.
+        insecure, name: no TLS, for a vendor on this machine, and the name that the customer then gives.
+        tokenizer: of the published model, from a place that you trust; the vendor sends none. A folder keeps its first one.
         published: folder of the published model, which the vendor's bottom must then be a part of; None compares nothing.
         fixed_length: fill every text up to ``max_tokens`` with random words, which are privatized like its own, so that lengths
             tell nothing by themselves.
@@ -128,7 +128,7 @@ class SplitCustomer:
                 raise ValueError(f"batch_size is {batch_size}: this vendor takes {self.served.max_batch} at most")
             self.max_tokens = min(max_tokens or self.served.max_tokens, self.served.max_tokens)
             self.record = self._read_record()
-            # Tokens of another vocabulary would mean other rows; the vendor's word is compared, and nothing more.
+            # Only compared: a tokenizer of another vocabulary would choose other rows of the table by the same numbers.
             announced = self.served.vocabulary
             if tokenizer is not None and announced and vocabulary_digest(tokenizer) != announced:
                 raise ValueError(
@@ -172,20 +172,19 @@ class SplitCustomer:
             )
         self._check_privatizer(privatizer)
         examples = self._encode(texts, pairs)
-        self._keep_to(
+        self._pin_settings(
             {
                 "tokenizer": tokenizer_digest(self.tokenizer),
                 "fixed_length": self.fixed_length,
                 "examples": hashlib.sha256(canonical([examples, list(map(int, labels))]).encode()).hexdigest(),
-                # The rows of a bottom are known by the bottom's own digest.
+                # A PrivateBottom has no table to digest, and `_receive_bottom` compares the bottom itself.
                 "privatizer": {"eta": privatizer.eta}
                 | ({"digest": privatizer.digest()} if isinstance(privatizer, TextPrivatizer) else {"noise": "rows"}),
             }
         )
         self._labels = torch.tensor([int(label) for label in labels])
         if self.record.get("earlier") is None:
-            # Of what leaves, the bottom's own noise included; kept, since a run that goes on draws nothing anew. A kill before it
-            # is kept does not count twice.
+            # Counted once a run: a resumed run sends the rows that it kept, and a kill before this is written repeats `run`.
             parts, how = [*texts, *(pairs or ())], f"split, {privatizer.in_short}"
             self.record["earlier"] = count_release(parts, how, self.folder, run=self.record["run"])
             self._write_record()
@@ -197,7 +196,7 @@ class SplitCustomer:
             )
         while sent < len(examples):
             if sent == self.store.count:
-                block = slice(sent, sent + self._block())
+                block = slice(sent, sent + self._examples_per_message())
                 self.store.append(*self._release(examples[block], privatizer, self._labels[block]))
             sent = self._put(sent)
             if on_example is not None:
@@ -223,10 +222,10 @@ class SplitCustomer:
         labels = self._labels
         if labels is None:
             raise ValueError("nothing was sent yet: call send with the texts and labels first")
-        self._keep_to({"batch_size": self.batch_size})
+        self._pin_settings({"batch_size": self.batch_size})
         total = epochs * math.ceil(len(labels) / self.batch_size)
         losses: list[float] = []
-        step, failed, last = self._open()["step"], 0, math.inf
+        step, failures, give_up = self._open()["step"], 0, math.inf
         with files.appending(self.folder / LOSSES_FILE) as log:
             while step < total:
                 try:
@@ -234,17 +233,17 @@ class SplitCustomer:
                 except MessageRejected as refusal:
                     if refusal.code != "ABORTED":
                         raise
-                    # The vendor was killed or its disk is full: it holds the step's forward pass no more.
-                    failed += 1
-                    last = min(last, time.monotonic() + self._connection.patience)
-                    if time.monotonic() > last:
+                    # The vendor was killed or its disk is full, so it lost the step's forward pass: begin the step again.
+                    failures += 1
+                    give_up = min(give_up, time.monotonic() + self._connection.patience)
+                    if time.monotonic() > give_up:
                         raise ConnectionError(
                             f"the vendor took no step for {self._connection.patience:g} seconds ({refusal}): its disk may be full"
                         ) from None
-                    time.sleep(min(0.05 * 2**failed, _LONGEST_PAUSE))
+                    time.sleep(min(0.05 * 2**failures, _LONGEST_PAUSE))
                     step = self._open()["step"]
                     continue
-                step, failed, last = step + 1, 0, math.inf
+                step, failures, give_up = step + 1, 0, math.inf
                 losses.append(loss)
                 log.write(canonical({"step": step, "loss": loss}) + "\n")
                 log.flush()
@@ -262,8 +261,9 @@ class SplitCustomer:
         self.record["predicted"] += len(examples)
         self._write_record()
         found = []
-        for begin in range(0, len(examples), self._block()):
-            rows, lengths = self._release(examples[begin : begin + self._block()], privatizer, None)
+        size = self._examples_per_message()
+        for begin in range(0, len(examples), size):
+            rows, lengths = self._release(examples[begin : begin + size], privatizer, None)
             message = Outgoing.of("predict", {}, {"rows": rows, "lengths": torch.tensor(lengths)})
             found.append(self._call(message).tensors["logits"])
         return torch.cat(found) if found else torch.empty(0, self.served.classes)
@@ -310,7 +310,6 @@ class SplitCustomer:
         self.close()
 
     def _step(self, step: int, labels: Tensor) -> float:
-        """Take a step; its loss."""
         indices = batch_of(step, len(labels), self.batch_size, self.seed)
         message = Outgoing.of("forward", {"step": step}, {"indices": indices})
         logits = self._call(message).tensors["logits"]
@@ -326,7 +325,7 @@ class SplitCustomer:
 
     def _put(self, first: int) -> int:
         """Send kept examples from ``first`` on, as many as a message takes. Returns the number that the vendor has."""
-        lengths = self.store.lengths(first, self._block())
+        lengths = self.store.lengths(first, self._examples_per_message())
         rows, lengths = self.store.read(first, len(lengths))
         message = Outgoing.of("put", {"first": first}, {"rows": rows, "lengths": torch.tensor(lengths)})
         sent = self._call(message).fields["examples"]
@@ -336,26 +335,26 @@ class SplitCustomer:
             )
         return sent
 
-    def _block(self) -> int:
-        """Examples that fit in any message, however long they are."""
+    def _examples_per_message(self) -> int:
+        """Number of examples that fit in a message even if each has ``max_tokens``."""
         longest = self.max_tokens * self.served.width * getattr(torch, self.dtype).itemsize
-        return max(1, min(self.served.max_batch, (self.served.max_message_bytes - _HEADERS) // longest))
+        return max(1, min(self.served.max_batch, (self.served.max_message_bytes - _HEADER_BYTES) // longest))
 
     def _release(
         self, examples: list[dict[str, list[int]]], privatizer: Privatizer, labels: Tensor | None
     ) -> tuple[Tensor, list[int]]:
-        """Privatized rows [sum of lengths, width] and lengths: what may leave."""
+        """Privatize examples: rows [sum of lengths, width] and lengths, which may leave."""
         batch = Collator(0)([self._filled(example) for example in examples] if self.fixed_length else examples)
         ids, mask, added = batch.pop("input_ids"), batch.pop("attention_mask"), batch.pop(ADDED)
         with torch.no_grad():
-            there = {"attention_mask": mask, **batch}
-            there = {key: value.to(self.device) for key, value in there.items()}
+            inputs = {key: value.to(self.device) for key, value in {"attention_mask": mask, **batch}.items()}
             if isinstance(privatizer, PrivateBottom):
-                hidden = privatizer(ids.to(self.device), **there)
+                hidden = privatizer(ids.to(self.device), **inputs)
             else:
-                known = None if privatizer.cti is None else labels
-                private = privatizer(ids, attention_mask=mask, special_tokens_mask=added, labels=known)
-                hidden = self.bottom(private.to(self.device), **there)
+                # CTI weighs a token by what it tells of the label.
+                weighed_by = None if privatizer.cti is None else labels
+                private = privatizer(ids, attention_mask=mask, special_tokens_mask=added, labels=weighed_by)
+                hidden = self.bottom(private.to(self.device), **inputs)
         rows = hidden.cpu()[mask.bool()].to(getattr(torch, self.dtype))
         if not bool(torch.isfinite(rows).all()):
             raise ValueError("the bottom gives a NaN or an infinity, which no noise hides: use another vendor or dtype")
@@ -380,19 +379,21 @@ class SplitCustomer:
 
     @cached_property
     def _words(self) -> list[int]:
-        """Tokens that stand for text."""
+        """Tokens that stand for text, from which `_filled` draws."""
         return sorted(set(range(len(self.tokenizer))) - set(self.tokenizer.all_special_ids))
 
     def _filled(self, example: dict[str, list[int]]) -> dict[str, list[int]]:
-        """An example of ``max_tokens`` tokens: random words come after its own, before what the tokenizer closes it with."""
+        """The example with ``max_tokens`` tokens: random words follow its last word, before the tokenizer's closing tokens."""
         added = example[ADDED]
-        own = next((at for at in reversed(range(len(added))) if not added[at]), len(added) - 1) + 1
+        end = next((at for at in reversed(range(len(added))) if not added[at]), len(added) - 1) + 1
         missing = self.max_tokens - len(added)
-        filler = {"input_ids": secrets.SystemRandom().choices(self._words, k=missing), ADDED: [0] * missing}
-        return {
-            key: [*values[:own], *filler.get(key, [values[own - 1]] * missing), *values[own:]]
-            for key, values in example.items()
-        }
+        fillers = {"input_ids": secrets.SystemRandom().choices(self._words, k=missing), ADDED: [0] * missing}
+        filled = {}
+        for key, values in example.items():
+            # Other columns, such as segments, repeat the last word's value.
+            filler = fillers.get(key, [values[end - 1]] * missing)
+            filled[key] = [*values[:end], *filler, *values[end:]]
+        return filled
 
     def _vendor_learns(self) -> list[str]:
         length = (
@@ -435,7 +436,7 @@ class SplitCustomer:
         return self._connection.call(message, self._forms)
 
     def _receive_bottom(self) -> Any:
-        """From the folder, or from the vendor into it."""
+        """Load the bottom from the folder, where it is first downloaded to."""
         path = self.folder / FILE
         known = json.loads((self.folder / BOTTOM).read_text()) if (self.folder / BOTTOM).exists() else None
         if known is None or known["digest"] != self.served.bottom:
@@ -468,8 +469,8 @@ class SplitCustomer:
     def _write_record(self) -> None:
         files.write_json(self.folder / RECORD, self.record)
 
-    def _keep_to(self, settings: Mapping[str, Any]) -> None:
-        """Write settings down the first time; refuse others later."""
+    def _pin_settings(self, settings: Mapping[str, Any]) -> None:
+        """Record settings the first time, and refuse other values later."""
         for key, value in settings.items():
             if self.record.get(key) not in (None, value):
                 raise ValueError(
@@ -482,5 +483,5 @@ class SplitCustomer:
 def batch_of(step: int, examples: int, batch_size: int, seed: int) -> Tensor:
     """Numbers of the examples of a step: each pass is a permutation of its own, the last batch of it may be smaller."""
     epoch, at = divmod(step, math.ceil(examples / batch_size))
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63))
+    generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
     return torch.randperm(examples, generator=generator)[at * batch_size : (at + 1) * batch_size]

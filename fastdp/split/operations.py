@@ -25,26 +25,27 @@ from fastdp.split.wire import FLOAT_TYPES, Expect, MessageRejected, TensorSpec
 from fastdp.untrusted import quote
 
 VECTOR_TYPES = ("float32", "bfloat16", "float16")
-_COUNT = 1 << 53
-#: More digits than any sensible number of rows of a message: the payload's limit is what binds.
-_ROWS = 1 << 40
-
+#: JSON readers hold whole numbers exactly up to here.
+_MAX_COUNT = 1 << 53
+#: Loose: the limit on a payload's bytes binds first.
+_MAX_ROWS = 1 << 40
 
 #: Takes a field's name and value; raises `MessageRejected` for a value that the field may not have.
 FieldCheck = Callable[[str, Any], None]
 
 
-def _integer(low: float, high: float, kinds: tuple[type, ...] = (int,)) -> FieldCheck:
+def _number(low: float, high: float, *kinds: type) -> FieldCheck:
 
     def check(name: str, value: Any) -> None:
+        # Not isinstance: True is an int.
         if type(value) not in kinds or not low <= value <= high:
             raise MessageRejected(f"{name} must be a {'' if float in kinds else 'whole '}number from {low} to {high}")
 
     return check
 
 
-def _real(low: float, high: float) -> FieldCheck:
-    return _integer(low, high, (int, float))
+def _integer(low: int, high: int) -> FieldCheck:
+    return _number(low, high, int)
 
 
 def _text(pattern: str) -> FieldCheck:
@@ -105,32 +106,33 @@ RUN_FIELDS: dict[str, FieldCheck] = {
     "bottom": HEX64,
     "classes": _integer(2, 1 << 16),
     "dtype": _text("|".join(VECTOR_TYPES)),
-    "learning_rate": _real(1e-9, 10.0),
-    "weight_decay": _real(0.0, 10.0),
-    "seed": _integer(0, (1 << 53) - 1),
+    "learning_rate": _number(1e-9, 10.0, int, float),
+    "weight_decay": _number(0.0, 10.0, int, float),
+    "seed": _integer(0, _MAX_COUNT - 1),
 }
-_POSITION: dict[str, FieldCheck] = {"step": _integer(0, _COUNT), "examples": _integer(0, _COUNT)}
+_STEP: dict[str, FieldCheck] = {"step": _integer(0, _MAX_COUNT)}
+_EXAMPLES: dict[str, FieldCheck] = {"examples": _integer(0, _MAX_COUNT)}
 
 
 def requests(served: ServiceDescription) -> dict[str, MessageForm]:
-    rows = TensorSpec(FLOAT_TYPES, ((1, _ROWS), served.width))
+    """What the vendor accepts, by operation."""
+    rows = TensorSpec(FLOAT_TYPES, ((1, _MAX_ROWS), served.width))
     lengths = TensorSpec((torch.int64,), ((1, served.max_batch),))
-    step: dict[str, FieldCheck] = {"step": _integer(0, _COUNT)}
     gradient = TensorSpec((torch.float32,), ((1, served.max_batch), served.classes))
     return {
         "describe": MessageForm({}, {}),
         "bottom": MessageForm({}, {}),
         "open": MessageForm(RUN_FIELDS, {}),
-        "put": MessageForm({"first": _integer(0, _COUNT)}, {"lengths": lengths, "rows": rows}),
-        "forward": MessageForm(step, {"indices": TensorSpec((torch.int64,), ((1, served.max_batch),))}),
-        "backward": MessageForm(step, {"gradient": gradient}),
+        "put": MessageForm({"first": _integer(0, _MAX_COUNT)}, {"lengths": lengths, "rows": rows}),
+        "forward": MessageForm(_STEP, {"indices": TensorSpec((torch.int64,), ((1, served.max_batch),))}),
+        "backward": MessageForm(_STEP, {"gradient": gradient}),
         "predict": MessageForm({}, {"lengths": lengths, "rows": rows}),
         "discard": MessageForm({}, {}),
     }
 
 
 def replies(served: ServiceDescription | None) -> dict[str, MessageForm]:
-    """What the customer accepts; before it knows what is served, only that and the bottom."""
+    """What the customer accepts, by operation. Without a description it can ask for that and for the bottom alone."""
     first = {
         "describe": MessageForm({**DESCRIPTION_FIELDS, "open": _integer(0, 1)}, {}),
         "bottom": MessageForm({"config": _text(".{2,60000}"), "after": _integer(0, 1 << 12)}, None),
@@ -139,10 +141,10 @@ def replies(served: ServiceDescription | None) -> dict[str, MessageForm]:
         return first
     logits = TensorSpec((torch.float32,), ((1, served.max_batch), served.classes))
     return first | {
-        "open": MessageForm(_POSITION, {}),
-        "put": MessageForm({"examples": _integer(0, _COUNT)}, {}),
-        "forward": MessageForm({"step": _integer(0, _COUNT)}, {"logits": logits}),
-        "backward": MessageForm({"step": _integer(0, _COUNT), "replayed": _integer(0, 1)}, {}),
+        "open": MessageForm({**_STEP, **_EXAMPLES}, {}),
+        "put": MessageForm(_EXAMPLES, {}),
+        "forward": MessageForm(_STEP, {"logits": logits}),
+        "backward": MessageForm({**_STEP, "replayed": _integer(0, 1)}, {}),
         "predict": MessageForm({}, {"logits": logits}),
         "discard": MessageForm({}, {}),
     }

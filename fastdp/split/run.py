@@ -16,6 +16,11 @@ from fastdp.accounting.serialisation import canonical
 RUN_FILE = "run.safetensors"
 
 
+def mixed_seed(seed: int, number: int) -> int:
+    """A seed of torch's generator for step or epoch ``number`` of a run's seed: a prime keeps those of two runs apart."""
+    return (seed * 1_000_003 + number) % (1 << 63)
+
+
 class Run:
     """Adapter parameters, AdamW's state, and the number of steps taken.
 

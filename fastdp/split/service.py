@@ -127,7 +127,7 @@ class Service:
         return self.vendor.answer(name, message, context.time_remaining())
 
     def _name(self, context: grpc.ServicerContext) -> str:
-        """Who calls. Raises Rejected for a customer that is not let in."""
+        """Who calls. Raises MessageRejected for a customer that is not let in."""
         if self.insecure:
             given: dict[str, Any] = dict(context.invocation_metadata())
             name = str(given.get(CUSTOMER, "customer"))
@@ -145,7 +145,7 @@ class Service:
     def _take_place(self, name: str, context: grpc.ServicerContext) -> None:
         """Take one of the calls that a customer may make at once, until its reply is sent or its deadline passes.
 
-        Raises Rejected if the customer has no place left, or as many customers as are served are calling.
+        Raises MessageRejected if the customer has no place left, or as many customers as are served are calling.
         """
         limits = self.vendor.limits
         with self._lock:

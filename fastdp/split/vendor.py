@@ -13,7 +13,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError, ThreadPoolExecutor, TimeoutError as TooLate
+from concurrent.futures import CancelledError, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from fastdp.methods.encoding import vocabulary_digest
 from fastdp.methods.sap import split_model
 from fastdp.split.bottom import pack_bottom
 from fastdp.split.operations import ServiceDescription, requests
-from fastdp.split.run import Run
+from fastdp.split.run import Run, mixed_seed
 from fastdp.split.store import ExampleStore, pad_rows
 from fastdp.split.wire import Message, MessageRejected, Outgoing
 from fastdp.tls import NAME_IN_WORDS, NAME_PATTERN
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DISCARDED = ".discarded-"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Limits:
         max_examples: most examples that a customer may store.
         max_stored_bytes: most bytes of rows that a customer may store.
         max_message_bytes: most bytes of a message's payload.
-        max_customers: most customers with a run, with a forward pass held in memory, and with a call at once.
+        max_customers: most customers that have a run, each with at most one forward pass in memory; and most that call at once.
         calls: most calls, and most connections, of one customer at once.
         queue: most batches that wait to be computed.
         deadline: longest a call may last, in seconds.
@@ -198,7 +198,7 @@ class SplitVendor:
             seconds: how long it may take.
 
         Raises:
-            Rejected: with the reason. Nothing has changed then, for this customer or another.
+            MessageRejected: with the reason. Nothing has changed then, for this customer or another.
         """
         if NAME_PATTERN.fullmatch(name) is None:
             raise MessageRejected(f"a customer's name must be {NAME_IN_WORDS}", "UNAUTHENTICATED")
@@ -240,26 +240,31 @@ class SplitVendor:
             store = customer.store
             if rows.dtype != store.dtype:
                 raise MessageRejected(f"rows are {rows.dtype}, and this run's are {store.dtype}")
+            # A repeated message is answered as before: its first reply may have been lost.
             if store.digest_of(first) != message.digest:
-                if first < store.count:
-                    raise MessageRejected(
-                        f"example {first} is here already, with other contents: each example is sent once",
-                        "ALREADY_EXISTS",
-                    )
-                if first > store.count:
-                    raise MessageRejected(f"example {store.count} comes next, not {first}", "ABORTED")
-                if store.count + len(lengths) > self.limits.max_examples:
-                    raise MessageRejected(
-                        f"{self.limits.max_examples} examples are the most that is kept", "RESOURCE_EXHAUSTED"
-                    )
-                if store.nbytes + rows.nbytes > self.limits.max_stored_bytes:
-                    raise MessageRejected(
-                        f"{self.limits.max_stored_bytes} bytes are the most that is kept", "RESOURCE_EXHAUSTED"
-                    )
+                self._check_next(store, first, rows, lengths)
                 self._submit(lambda: _check_finite("rows", rows), seconds)
-                with _room_on_disk():
+                with _refuse_on_full_disk():
                     store.append(rows, lengths, message.digest)
             return Outgoing("put", {"examples": store.count})
+
+    def _check_next(self, store: ExampleStore, first: int, rows: Tensor, lengths: list[int]) -> None:
+        """Refuse examples that are not the next ones, or more than a customer may store."""
+        if first < store.count:
+            raise MessageRejected(
+                f"example {first} is here already, with other contents: each example is sent once",
+                "ALREADY_EXISTS",
+            )
+        if first > store.count:
+            raise MessageRejected(f"example {store.count} comes next, not {first}", "ABORTED")
+        if store.count + len(lengths) > self.limits.max_examples:
+            raise MessageRejected(
+                f"{self.limits.max_examples} examples are the most that is kept", "RESOURCE_EXHAUSTED"
+            )
+        if store.nbytes + rows.nbytes > self.limits.max_stored_bytes:
+            raise MessageRejected(
+                f"{self.limits.max_stored_bytes} bytes are the most that is kept", "RESOURCE_EXHAUSTED"
+            )
 
     def _forward(self, name: str, message: Message, seconds: float) -> Outgoing:
         step, indices = message.fields["step"], message.tensors["indices"].tolist()
@@ -282,6 +287,7 @@ class SplitVendor:
         step, gradient = message.fields["step"], message.tensors["gradient"]
         with self._turn(name, seconds) as customer:
             run = customer.run
+            # A repeated message is answered and not applied twice: its first reply may have been lost.
             if step == run.step - 1 and message.digest == run.digest:
                 return Outgoing("backward", {"step": run.step, "replayed": 1})
             if step < run.step:
@@ -300,7 +306,7 @@ class SplitVendor:
                 customer.forward_pass = None
                 run.take_step(logits, gradient, message.digest)
 
-            with _room_on_disk(), self._dropped_if_it_fails(name):
+            with _refuse_on_full_disk(), self._forget_on_failure(name):
                 self._submit(take, seconds)
                 run.save(self._runs / name)
             return Outgoing("backward", {"step": run.step, "replayed": 0})
@@ -320,17 +326,18 @@ class SplitVendor:
     def _discard(self, name: str, message: Message, seconds: float) -> Outgoing:
         with self._lock:
             customer = self._customers.get(name)
-        # A run that cannot be loaded is discarded as it is.
+        # A damaged run is in no memory, and may be discarded all the same.
         if customer is not None:
             with self._turn(name, seconds):
-                self._put_away(name)
+                self._rename_discarded(name)
         elif (self._runs / name).exists():
-            self._put_away(name)
+            self._rename_discarded(name)
         for left in self._runs.glob(f"{_DISCARDED}*"):
             shutil.rmtree(left, ignore_errors=True)
         return Outgoing("discard")
 
-    def _put_away(self, name: str) -> None:
+    def _rename_discarded(self, name: str) -> None:
+        """Rename a run's folder before it is deleted, so that a kill leaves no run with some of its files."""
         with self._lock:
             customer = self._customers.pop(name, None)
             if customer is not None:
@@ -370,7 +377,7 @@ class SplitVendor:
                     )
                 files.make_folder(folder)
             if not Run.is_in(folder):
-                with _room_on_disk():
+                with _refuse_on_full_disk():
                     Run(self._template, settings).save(folder)
         customer = self.customer(name)
         assert customer is not None
@@ -392,8 +399,8 @@ class SplitVendor:
             customer.lock.release()
 
     @contextmanager
-    def _dropped_if_it_fails(self, name: str) -> Iterator[None]:
-        """What memory holds may be ahead of the disk after a failure: forget it, so that the disk counts."""
+    def _forget_on_failure(self, name: str) -> Iterator[None]:
+        """Forget a customer if a step fails: memory may be ahead of the disk, from which the next call loads the run."""
         try:
             yield
         except MessageRejected:
@@ -406,7 +413,7 @@ class SplitVendor:
     def _submit(self, work: Callable[[], T], seconds: float) -> T:
         """Run in the computing thread, after what waits there.
 
-        Raises Rejected if too much waits, or the time runs out first.
+        Raises MessageRejected if too much waits, or the time runs out first.
         """
         if not self._places.acquire(blocking=False):
             raise MessageRejected(f"{self.limits.queue} batches are waiting already: come back later", "UNAVAILABLE")
@@ -425,7 +432,7 @@ class SplitVendor:
             raise MessageRejected("the vendor is closing: come back later", "UNAVAILABLE") from None
         try:
             return future.result(seconds)
-        except TooLate:
+        except FutureTimeout:
             if not future.cancel():
                 # It has begun: its outcome must be known before the customer's next call.
                 return future.result()
@@ -443,7 +450,7 @@ class SplitVendor:
         devices = [self.device.index or 0] if self.device.type == "cuda" else []
         self.top.train(train)
         with torch.set_grad_enabled(train), torch.random.fork_rng(devices):
-            torch.manual_seed((run.settings["seed"] * 1_000_003 + run.step) % (1 << 63))
+            torch.manual_seed(mixed_seed(run.settings["seed"], run.step))
             return functional_call(self.top, run.parameters, (), inputs, tie_weights=False).logits
 
     def _lengths(self, message: Message) -> list[int]:
@@ -474,16 +481,16 @@ def default_lora(model: nn.Module, rank: int = 8) -> peft.LoraConfig:
 
 
 @contextmanager
-def _room_on_disk() -> Iterator[None]:
-    """Ask the customer to come back where the disk is full, since what was asked changed nothing."""
+def _refuse_on_full_disk() -> Iterator[None]:
+    """Turn a full disk into a refusal that asks the customer to come back: nothing was changed."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        # safetensors has no number of its own: "I/O error: No space left on device (os error 28)".
+        # An error of safetensors has no errno, but its text ends so: "No space left on device (os error 28)".
         number = re.search(r"\(os error (\d+)\)", str(error))
-        if (getattr(error, "errno", None) or (number and int(number[1]))) not in _FULL:
+        if (getattr(error, "errno", None) or (number and int(number[1]))) not in _DISK_FULL:
             raise
-        # Whoever kept the error itself, such as a collector of logs, would keep its call open.
+        # Log its text: a handler that keeps the error itself would keep its frames, and the call with them.
         log.error("the disk is full: %s", str(error))
         raise MessageRejected("the vendor's disk is full: come back later", "UNAVAILABLE") from error
 

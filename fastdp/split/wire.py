@@ -57,7 +57,7 @@ class TensorSpec:
     shape: tuple[int | tuple[int, int], ...]
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Raises Rejected for another dtype or shape."""
+        """Raises MessageRejected for another dtype or shape."""
         if tensor.dtype not in self.dtypes:
             raise MessageRejected(f"{name} has dtype {tensor.dtype}: it must be {' or '.join(map(str, self.dtypes))}")
         if tensor.dim() != len(self.shape) or not all(map(_fits, tensor.shape, self.shape)):
@@ -125,7 +125,7 @@ class Outgoing:
 def receive(chunks: Iterator[bytes], expect: Expect, max_payload: int, file: IO[bytes] | None = None) -> Message:
     """Take a message in, chunk by chunk; its payload goes to ``file`` if there is one.
 
-    Raises Rejected, at the first chunk that shows it, for another version, a header that cannot be read, fields that the
+    Raises MessageRejected, at the first chunk that shows it, for another version, a header that cannot be read, fields that the
     operation does not take, more than ``max_payload`` bytes, and chunks cut short or too many; and for other tensors.
     """
     first = next(chunks, None)
