@@ -101,6 +101,7 @@ class LoopCheck:
         """Drop the probe batches of a logical batch that was discarded."""
         self.begun = self.begun and not self.waiting
         self.waiting, self._due = 0, []
+        self._open_contexts.close()
 
     def run_forward(self, call: Call, ticket: Ticket, junction: Junction) -> Any:
         """A probe batch's forward pass, without dropout and under one seed; nothing is summed."""
@@ -125,6 +126,7 @@ class LoopCheck:
             targets, loss, beside = map_tensors((targets, loss, beside), _scale_entries)
             output = map_tensors(output, _scale_entries) if loss is None else output
         else:
+            self._open_contexts.close()  # of a batch whose loss the loop left alone
             self._open_contexts.enter_context(preserve_rng(passes.model))
             divisors = self._open_contexts.enter_context(batch_divisors())
             self._divisors = divisors if probe.role == "together" else self._divisors

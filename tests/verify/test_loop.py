@@ -299,6 +299,22 @@ RARELY: dict[str, Make] = {
 }
 
 
+def test_a_loop_that_stops_amid_a_probe_leaves_torch_as_it_was() -> None:
+    functions = dict(vars(torch._C._nn))
+    private = start(Logits(), loss_reduction="mean", **PRIVATE)
+    for batch in private.data_loader:
+        output = private.model(**batch)
+        if vars(torch._C._nn) != functions:
+            break
+        row_losses(output, batch).mean().backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    else:
+        pytest.fail("no probe was under way")
+    private.detach()
+    assert vars(torch._C._nn) == functions
+
+
 @pytest.mark.parametrize("name", RARELY)
 def test_what_a_loop_makes_of_a_larger_batch_is_verified_in_that_batch(name: str) -> None:
     data = examples(8)
