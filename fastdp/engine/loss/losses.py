@@ -196,30 +196,37 @@ def intercepted(terms: LossTerms) -> Iterator[None]:
         functions.update(originals)
 
 
+#: torch's class losses, by the name of what they call. A loop that calls F.cross_entropy(model(x), y) has taken that function
+#: before the model runs, but not what it calls. Two runs may watch at once and end in any order, so each puts these back.
+_INNER: Any = torch._C._nn
+_WATCHED_LOSSES = {
+    name: (public, getattr(_INNER, name))
+    for name, public in (("cross_entropy_loss", "cross_entropy"), ("nll_loss_nd", "nll_loss"))
+}
+
+
 @contextmanager
 def batch_divisors() -> Iterator[list[str]]:
     """What torch's class losses divide by meanwhile, in words, where that is the whole batch's."""
-    # A loop that calls F.cross_entropy(model(x), y) has taken that function before the model runs, but not what it calls.
-    inner: Any = torch._C._nn
-    names = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss"}
-    originals, found = {name: getattr(inner, name) for name in names}, []
+    found: list[str] = []
 
     def watched(name: str, input: Any, target: Any, weight: Any, reduction: int, ignore: int, *rest: Any) -> Any:
+        public, original = _WATCHED_LOSSES[name]
         # A loss without gradient, as of a teacher, trains nothing.
         counts = reduction == 1 and input.requires_grad
         if counts and weight is not None:
-            found.append(f"{names[name]} with weight= and reduction='mean' divides by the weights of the whole batch")
+            found.append(f"{public} with weight= and reduction='mean' divides by the weights of the whole batch")
         elif counts and bool((target == ignore).any()):
-            found.append(f"{names[name]} with reduction='mean' divides by the labels of the whole batch")
-        return originals[name](input, target, weight, reduction, ignore, *rest)
+            found.append(f"{public} with reduction='mean' divides by the labels of the whole batch")
+        return original(input, target, weight, reduction, ignore, *rest)
 
     try:
-        for name in names:
-            setattr(inner, name, partial(watched, name))
+        for name in _WATCHED_LOSSES:
+            setattr(_INNER, name, partial(watched, name))
         yield found
     finally:
-        for name, original in originals.items():
-            setattr(inner, name, original)
+        for name, (_, original) in _WATCHED_LOSSES.items():
+            setattr(_INNER, name, original)
 
 
 class _RowReductions(TorchFunctionMode):
