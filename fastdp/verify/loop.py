@@ -28,7 +28,7 @@ from fastdp.verify.probe import GRADIENT_TOLERANCE, same_shape_factor
 
 #: Repeats of the batches of role "together" (role "still"), which show how far the loop moves an example by itself. A loop that
 #: prefetches gets `_AHEAD` of the example alone. Other companions must move it `_EXCEEDS` times as far as the `_LAST` repeats.
-_REPEATS, _AHEAD, _LAST, _EXCEEDS = 10, 3, 4, 3
+_REPEATS, _AHEAD, _LAST, _EXCEEDS = 10, 3, 6, 3
 #: Seeds of the model's random state and the criterion's.
 _MODEL, _CRITERION = 1, 2
 #: The loop's own terms are compared at no less than this share of the whole gradient: smaller ones are lost in its rounding.
