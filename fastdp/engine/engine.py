@@ -233,6 +233,18 @@ class Engine(Passes):
                 self.checks.after(waiting, extended=extended)
         return output
 
+    def _require_one_batch(self, ticket: Ticket) -> None:
+        """Raise RuntimeError if this microbatch would join the release of a logical batch before it."""
+        if self.complete:
+            raise RuntimeError(
+                "a logical batch is complete and optimizer.step() has not been called: call it after every "
+                "backward(); do not accumulate, but raise the DataLoader's batch_size."
+            )
+        if self._ended and ticket.probe is None:
+            raise RuntimeError(
+                "Two logical batches came to one release, which was not made. Take a batch after the step of the one before."
+            )
+
     def _backward(self, parts: JoinedPasses) -> None:
         ticket, every = parts[0][0].ticket, [own for own, _ in parts]
         if self.blocked:
@@ -257,15 +269,7 @@ class Engine(Passes):
             if every[0].verify or self.device.type == "cpu":
                 require_positive(parts[0][1][0])
             parts = [(own, None) for own in every]
-        if self.complete:
-            raise RuntimeError(
-                "a logical batch is complete and optimizer.step() has not been called: call it after every "
-                "backward(); do not accumulate, but raise the DataLoader's batch_size."
-            )
-        if self._ended and ticket.probe is None:
-            raise RuntimeError(
-                "Two logical batches came to one release, which was not made. Take a batch after the step of the one before."
-            )
+        self._require_one_batch(ticket)
         self.drop_zero_gradients()
         self.refuse_foreign_gradients("before the backward pass")
         nodes = [] if self.backwards else [get_gradient_edge(p).node for p in self._parameters if p.requires_grad]
