@@ -15,7 +15,10 @@ import os
 import re
 import resource
 import stat
+import subprocess
+import sys
 import threading
+import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,8 +38,10 @@ MAX_FILE, MAX_CARD, MAX_YAML = 1 << 28, 1 << 24, 1 << 22
 MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
 #: Most layers, heads or experts of a model and ranks of an adapter; most positions; most that a tokenizer makes of a character.
 MAX_PARTS, MAX_POSITIONS, MAX_GROWTH = 1 << 12, 1 << 24, 10_000
-#: Seconds and bytes that a call of a tokenizer may take beside those for its text.
-CALL_SECONDS, CALL_BYTES = 60.0, 1 << 32
+#: Seconds that a call of a tokenizer or a chat template may take beside those for its text.
+CALL_SECONDS = 60.0
+#: Most bytes of the process that renders a chat template, and of what it makes beside a hundred for each of a conversation.
+TEMPLATE_MEMORY, TEMPLATE_TEXT = 1 << 31, 1 << 20
 
 _DATA_LIMIT = resource.getrlimit(resource.RLIMIT_DATA)[0]
 #: Settings of a model's config that count what is built of it whatever its weights hold, and the most of each.
@@ -240,34 +245,29 @@ def load_pretrained_tokenizer(name: str | os.PathLike[str]) -> Any:
 
 
 def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
-    """What a tokenizer makes of texts; see `call_bounded`."""
-    given = [*texts, *(options.get(key) or () for key in ("text", "text_target"))]
-    return call_bounded(lambda: tokenizer(*texts, **options), sum(map(_characters, given)))
-
-
-def call_bounded(call: Callable[[], Any], characters: int) -> Any:
-    """Call a tokenizer or its template, and wait a minute and a millisecond a character for what it returns.
+    """What a tokenizer makes of texts, within a minute and a millisecond a character.
 
     A thread of its own runs it, and is left behind: nothing ends the search of a regular expression. Meanwhile this process
-    gets no more than `CALL_BYTES` and `MAX_GROWTH` bytes a character.
+    gets no more memory than the machine has.
 
     Raises:
         ValueError: for one that takes more, and for a panic of the tokenizers library, which is no Exception and may quote
             a text.
     """
+    given = [*texts, *(options.get(key) or () for key in ("text", "text_target"))]
     results: list[Any] = []
     failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            results.append(call())
+            results.append(tokenizer(*texts, **options))
         except BaseException as error:
             failures.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    with _memory_limit(CALL_BYTES + MAX_GROWTH * characters):
+    with _memory_limit():
         thread.start()
-        thread.join(CALL_SECONDS + characters / 1000)
+        thread.join(CALL_SECONDS + sum(map(_characters, given)) / 1000)
     if results:
         return results[0]
     if failures and isinstance(failures[0], Exception) and not isinstance(failures[0], MemoryError):
@@ -277,21 +277,91 @@ def call_bounded(call: Callable[[], Any], characters: int) -> Any:
 
 
 @contextlib.contextmanager
-def _memory_limit(more: int) -> Iterator[None]:
-    """Let this process take so many bytes beside those that it holds, where Linux says how many these are."""
+def _memory_limit() -> Iterator[None]:
+    """Let this process take no more than the machine has left, where Linux says how much that is.
+
+    A smaller limit would end what other threads do: it holds for all of them.
+    """
     try:
         held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        left = re.findall(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
+        more = int(left[0]) << 10
     except (OSError, IndexError):
         yield
         return
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [held + more, _DATA_LIMIT, hard]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(limit for limit in limits if limit != resource.RLIM_INFINITY), hard))
+    _limit(resource.RLIMIT_DATA, held + more)
     try:
         yield
     finally:
         # Not what was found above: another call's limit may have stood there.
-        resource.setrlimit(resource.RLIMIT_DATA, (_DATA_LIMIT, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (_DATA_LIMIT, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, rendered in a process of its own; a context manager.
+
+    A template is a program. One multiplication or comparison may take hours, in which no thread of its process runs.
+    """
+
+    def __init__(self, tokenizer: Any):
+        # Isolated, so that no file of the working directory stands in for a module.
+        code = "import sys; sys.path[:] = sys.argv[1:]; from fastdp.untrusted import answer_chats; answer_chats()"
+        command = [sys.executable, "-I", "-c", code, *sys.path]
+        self._process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._request = {"chat_template": tokenizer.get_chat_template(), **tokenizer.special_tokens_map}
+
+    def render(self, turns: list[dict[str, Any]], *, ask: bool = False) -> str:
+        """What the template makes of a conversation, with a prompt for an answer if ``ask``.
+
+        Raises ValueError, with the template's reason or because it takes too much time or memory.
+        """
+        request = json.dumps({**self._request, "conversations": [turns], "add_generation_prompt": ask}, default=str)
+        try:
+            self._process.stdin.write(f"{CALL_SECONDS + len(request) / 1000}\t{request}\n")
+            self._process.stdin.flush()
+            text, reason = json.loads(self._process.stdout.readline())
+        except (BrokenPipeError, ValueError):
+            reason = "it takes too much time or memory, use the published model's"
+        if reason is not None:
+            raise ValueError(f"the chat template: {reason}")
+        return str(text)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def __enter__(self) -> ChatTemplate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def answer_chats() -> None:
+    """Render the requests of a `ChatTemplate`, one a line, until there are no more."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _limit(resource.RLIMIT_DATA, TEMPLATE_MEMORY)
+    for line in sys.stdin:
+        seconds, request = line.split("\t", 1)
+        # Beyond it the system ends the process, whatever it does.
+        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + float(seconds)))
+        try:
+            (text,), _ = render_jinja_template(**json.loads(request))
+            answer = [text, None] if len(text) <= TEMPLATE_TEXT + 100 * len(line) else [None, "it writes too much"]
+        except MemoryError:
+            return
+        except Exception as error:
+            answer = [None, str(error)[:300] or type(error).__name__]
+        print(json.dumps(answer), flush=True)
+
+
+def _limit(kind: int, most: int) -> None:
+    """Set a limit of this process, within the one that it may not exceed."""
+    hard = resource.getrlimit(kind)[1]
+    limits = [most, _DATA_LIMIT if kind == resource.RLIMIT_DATA else hard, hard]
+    resource.setrlimit(kind, (min(limit for limit in limits if limit != resource.RLIM_INFINITY), hard))
 
 
 class _BoundedComposer:
