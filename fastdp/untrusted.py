@@ -34,6 +34,8 @@ PAGE_POLICY = (
 )
 #: Most bytes of a file; of a card, whose brackets take thirty times as much memory; and of YAML, whose parser is slow.
 MAX_FILE, MAX_CARD, MAX_YAML = 1 << 28, 1 << 24, 1 << 22
+#: Most values of what a run leaves, each of which takes a hundred bytes or more.
+MAX_VALUES = 1 << 21
 #: Most values of a YAML document with every alias written out; and how deep those of YAML and JSON may be nested.
 MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
 #: Most layers, heads or experts of a model and ranks of an adapter; most positions; most that a tokenizer makes of a character.
@@ -137,6 +139,13 @@ def read_text(path: str | os.PathLike[str], most: int = MAX_FILE) -> str:
     return read_bytes(path, most).decode("utf-8-sig")
 
 
+def check_values(text: str | bytes, most: int = MAX_VALUES) -> None:
+    """Refuse JSON of more values than a run writes, before any is made. Raises ValueError."""
+    marks: Any = (",", "[", "{") if isinstance(text, str) else (b",", b"[", b"{")
+    if sum(map(text.count, marks)) > most:
+        raise ValueError(f"it holds more than {most} values: it is no file of this kind")
+
+
 def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
     """A JSON value with unique keys and finite numbers, within this module's depth; bytes are UTF-8.
 
@@ -154,7 +163,8 @@ def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """A JSON object as `parse_json` reads it. Raises ValueError for another value too."""
+    """A JSON object as `parse_json` reads it. Raises ValueError for another value too, and for more than `MAX_VALUES`."""
+    check_values(text)
     found = parse_json(text)
     if not isinstance(found, dict):
         raise ValueError("it holds no JSON object")

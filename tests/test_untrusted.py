@@ -325,6 +325,19 @@ def test_files_are_regular_and_bounded(tmp_path):
     assert "no regular file" in verify(card_of(weights=["0" * 64]), weights=tmp_path).reason
     (tmp_path / "card.json").write_bytes(b"[" + b"[]," * (6 << 20) + b"1]")
     assert "holds more than 16777216 bytes" in verify(tmp_path / "card.json").reason
+    # Lists take thirty times their brackets.
+    lists = "[" + "[]," * (1 << 20) + "1]"
+    (tmp_path / "card.json").write_text(lists)
+    assert "holds more than 2097152 values" in verify(tmp_path / "card.json").reason
+    (tmp_path / "ledger").write_text(lists)
+    assert "holds more than 2097152 values" in verify(card_of(), ledger=tmp_path / "ledger").reason
+    for name in ("metrics.jsonl", "result.json", "samples.json", "statement.json"):
+        run = tmp_path / name.partition(".")[0]
+        run.mkdir()
+        (run / "config.yaml").write_text("model: m\n")
+        (run / name).write_text(lists)
+        with pytest.raises(ConfigError, match=f"{re.escape(name)} is damaged"):
+            build_report([run])
     (tmp_path / "long").write_bytes(bytes(11))
     with pytest.raises(ValueError, match="more than 10 bytes"):
         untrusted.read_bytes(tmp_path / "long", 10)
