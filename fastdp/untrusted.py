@@ -51,6 +51,12 @@ _COUNTS = (
     (re.compile(r"(^|_)(layers?|heads?|experts|blocks|depth|virtual_tokens|r)$|^attention_types$"), MAX_PARTS),
     (re.compile(r"positions?(_embeddings)?$|^rotary_dim$"), MAX_POSITIONS),
     (re.compile(r"^num_labels$"), 1 << 20),
+    (re.compile(r"^num_(beams|beam_groups|return_sequences)$"), 1 << 8),
+)
+#: Settings whose text, or keys, peft matches with the names of modules as regular expressions, for as long as that takes.
+_PATTERNS = (
+    *("target_modules", "exclude_modules", "feedforward_modules"),
+    *("rank_pattern", "alpha_pattern", "layers_pattern"),
 )
 #: Of a tokenizer the parts that hold others, and how many characters those of fixed rules make of one.
 _SEQUENCES = ("normalizers", "pretokenizers", "processors", "decoders")
@@ -202,7 +208,7 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         ValueError: for a name that nothing has, a model that needs code of its own, and files that a library fails on.
     """
     place = Path(name)
-    _check_folder(place)
+    _check_folder(place, adapter=auto.__name__ != "AutoTokenizer")
     local = {"local_files_only": True} if place.is_dir() else {}
     try:
         for path in place.glob("tokenizer*.json") if auto.__name__ == "AutoTokenizer" else ():
@@ -415,17 +421,50 @@ class _BoundedTextLoader(_BoundedComposer, yaml.BaseLoader):
     """Scalars as text."""
 
 
-def _check_folder(place: Path) -> None:
-    """Refuse a file in place of a model's folder, and a config that cannot be read or that `check_config` refuses."""
-    config = place / "config.json"
+def _check_folder(place: Path, *, adapter: bool = False) -> None:
+    """Refuse a file in place of a model's folder, and files of it that cannot be read or ask for too much.
+
+    With ``adapter`` also that which transformers loads where it finds one, over the model that its config names.
+    """
     if place.is_file():
         raise ValueError(f"model {place} is a file: name the folder that holds it")
-    if config.is_file():
-        try:
-            settings = parse_json(read_bytes(config, MAX_YAML), constants=True)
-        except json.JSONDecodeError:
-            raise ValueError(f"{config} holds no JSON: copy it again") from None
-        check_config(settings)
+    for path in (place / "config.json", place / "generation_config.json", *place.glob("*.index.json")):
+        if path.is_file():
+            settings = _read_config(
+                path, MAX_YAML if path.name in ("config.json", "generation_config.json") else MAX_FILE
+            )
+            check_config(settings)
+            shards = settings.get("weight_map") if isinstance(settings, dict) else None
+            if isinstance(shards, dict) and any(Path(str(name)).name != name for name in shards.values()):
+                raise FolderRejected(f"its {path.name} names files outside it: copy the model again")
+    if adapter and (place / "adapter_config.json").is_file():
+        settings = _read_config(place / "adapter_config.json", MAX_YAML)
+        check_adapter(settings)
+        if base := settings.get("base_model_name_or_path"):
+            _check_folder(Path(str(base)))
+
+
+def _read_config(path: Path, most: int) -> Any:
+    try:
+        return parse_json(read_bytes(path, most), constants=True)
+    except json.JSONDecodeError:
+        raise ValueError(f"{path} holds no JSON: copy it again") from None
+
+
+def check_adapter(config: Any, own: str = "") -> None:
+    """Raise FolderRejected for an adapter's config by which peft imports, searches or computes at length.
+
+    ``own`` is an expression for names of modules that may stand in it.
+    """
+    check_config(config)
+    if config.get("megatron_config"):
+        raise FolderRejected("its adapter imports a module of its own choice: remove megatron_config")
+    if isinstance(config.get("init_lora_weights"), str):
+        raise FolderRejected("its adapter computes weights from its model's: set init_lora_weights to true")
+    for key in _PATTERNS:
+        names = isinstance(config.get(key), list) and key != "layers_pattern"
+        if config.get(key) and not names and config[key] not in (own, "all-linear"):
+            raise FolderRejected(f"its adapter chooses modules by a pattern of its own: list their names in {key}")
 
 
 def check_config(config: Any) -> None:

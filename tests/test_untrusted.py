@@ -550,6 +550,29 @@ def test_a_chat_template_that_never_ends_fails_or_fills_memory_is_refused(monkey
         chat_examples(tokenizer, table, "messages", 64)
 
 
+@cases(
+    "file, content, words",
+    [
+        # transformers loads an adapter that lies in the folder, and what its expressions match takes longer than anyone waits.
+        ("adapter_config.json", {"peft_type": "LORA", "target_modules": "(([a-z0-9._])+)+!"}, "a pattern of its own"),
+        ("adapter_config.json", {"peft_type": "LORA", "r": 10**7}, "has 'r' 10000000"),
+        ("adapter_config.json", {"peft_type": "LORA", "megatron_config": {"a": 1}}, "imports a module"),
+        ("adapter_config.json", {"peft_type": "LORA", "base_model_name_or_path": "base"}, "has 'n_layer' 1000000000"),
+        ("generation_config.json", {"num_beams": 10**5}, "has 'num_beams' 100000"),
+        ("model.safetensors.index.json", {"weight_map": {"a": "../secret.safetensors"}}, "names files outside it"),
+    ],
+)
+def test_other_files_of_a_model_s_folder_are_checked_too(tmp_path_factory, monkeypatch, file, content, words):
+    place = tmp_path_factory.mktemp("models")
+    monkeypatch.chdir(place)
+    small_gpt2(place / "model", n_layer=1, n_embd=16)
+    (place / "base").mkdir()
+    (place / "base" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 10**9}))
+    (place / "model" / file).write_text(json.dumps(content))
+    with pytest.raises(untrusted.FolderRejected, match=re.escape(words)):
+        untrusted.load_pretrained(transformers.AutoModelForCausalLM, place / "model")
+
+
 def test_models_are_loaded_by_one_function_alone():
     calls = {
         path.relative_to(ROOT).as_posix()
