@@ -44,7 +44,7 @@ _PUBLIC_KEY = "flwr-public-key"
 #: Flower cuts tensors into objects of at most 20 MiB.
 _LARGEST_BODY = 64 << 20
 #: Most bytes of a reply's objects, which Flower keeps in memory, and of objects that it consists of.
-_LARGEST_REPLY, _MOST_OBJECTS = 1 << 32, 1 << 14
+LARGEST_REPLY, _MOST_OBJECTS = 1 << 32, 1 << 14
 _IDLE_SECONDS, _REQUEST_SECONDS = 120.0, 60.0
 #: Interval of interim responses (HTTP 102). Flower gives up after 30 silent seconds, and a large object can take longer.
 SIGN_SECONDS = 10.0
@@ -160,7 +160,7 @@ class Gateway(TlsListener):
             self._uploaded[key] = 0
         elif request.path == PUSH_OBJECT:
             self._uploaded[key] = self._uploaded.get(key, 0) + len(request.body)
-            if self._uploaded[key] > _LARGEST_REPLY:
+            if self._uploaded[key] > LARGEST_REPLY:
                 return Reply.refusal(413, "the reply is too large")
         return await self._upstream.ask(request)
 

@@ -37,7 +37,7 @@ from flwr.serverapp import Grid, ServerApp  # isort: skip
 
 _POLL_SECONDS = 0.1
 #: How long others wait for a reply that was announced.
-_PULL_SECONDS = 2.0
+PULL_SECONDS = 2.0
 _LONGEST_REASON = 300
 #: A larger loss, in nats, is no measurement: its exponential overflows.
 _LARGEST_LOSS = 700.0
@@ -255,7 +255,7 @@ class Server:
             # One at a time: memory does not grow with clients, and what one sends takes no other's reply with it.
             for message_id in list(waiting):
                 pull = pulls.get(message_id) or _Pull(self.grid, message_id)
-                pull.join(0 if message_id in pulls else min(_PULL_SECONDS, seconds))
+                pull.join(0 if message_id in pulls else min(PULL_SECONDS, seconds))
                 if pull.is_alive():
                     pulls[message_id] = pull
                     continue

@@ -167,7 +167,7 @@ def test_a_node_answers_orders_in_its_own_name(tmp_path_factory, source, answers
 
 def test_a_node_s_reply_is_bounded(tmp_path, monkeypatch):
     """Flower keeps its objects in memory."""
-    monkeypatch.setattr(fleet, "_LARGEST_REPLY", 2500)
+    monkeypatch.setattr(fleet, "LARGEST_REPLY", 2500)
     tls.make_certificates(tmp_path, ["hospital"], server="server")
     push = PushMessagesRequest(node=Node(node_id=5)).SerializeToString()
     with own_gateway(tmp_path) as node:

@@ -185,7 +185,7 @@ def test_a_failure_that_nobody_foresaw_refuses_one_update(settings, trained, mon
 
 def test_a_reply_that_flower_cannot_read_or_never_gets_takes_no_other_with_it(settings, trained, monkeypatch):
     """Flower reads a client's objects while the server fetches them, and waits for those that are missing."""
-    monkeypatch.setattr(server, "_PULL_SECONDS", 0.2)
+    monkeypatch.setattr(server, "PULL_SECONDS", 0.2)
     ended = threading.Event()
 
     def broken(message):
