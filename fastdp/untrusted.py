@@ -320,11 +320,11 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any):
+        self._request = {"chat_template": tokenizer.get_chat_template(), **tokenizer.special_tokens_map}
         # Isolated, so that no file of the working directory stands in for a module.
         code = "import sys; sys.path[:] = sys.argv[1:]; from fastdp.untrusted import answer_chats; answer_chats()"
         command = [sys.executable, "-I", "-c", code, *sys.path]
         self._process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._request = {"chat_template": tokenizer.get_chat_template(), **tokenizer.special_tokens_map}
 
     def render(self, turns: list[dict[str, Any]], *, ask: bool = False) -> str:
         """What the template makes of a conversation, with a prompt for an answer if ``ask``.
