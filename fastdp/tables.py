@@ -393,8 +393,10 @@ def _read_parquet(path: Path) -> Rows:
     try:
         open_regular(path).close()
         shape, size = parquet.read_metadata(path), path.stat().st_size
-        if shape.num_rows * shape.num_columns > max(_MANY_VALUES, _MOST_VALUES * size):
-            raise DataError(f"{path}: its {size} bytes hold {shape.num_rows} rows of {shape.num_columns} columns")
+        groups = map(shape.row_group, range(shape.num_row_groups))
+        # Of a nested column more than there are rows.
+        with _refusing(path, "Parquet file"):
+            _check_room(sum(g.column(at).num_values for g in groups for at in range(g.num_columns)), 0, size)
         _check_header(path, shape.schema.to_arrow_schema().names)
         table = parquet.read_table(path)
     except DataError:
@@ -407,6 +409,7 @@ def _read_parquet(path: Path) -> Rows:
         with _refusing(path, "Parquet file of the datasets package"):
             features = kind.from_arrow_schema(table.schema)
     with _refusing(path, "Parquet file"):
+        _check_table(table, size)
         rows: list[dict[str, Any]] = []
         room = max(_MUCH_TEXT, _MOST_TEXT * size)
         for batch in table.to_batches(max_chunksize=1024):
@@ -437,7 +440,29 @@ def _read_saved_dataset(path: Path) -> Rows:
                 raise ValueError(f"it names {quote(file['filename'])}, which lies elsewhere")
             open_regular(path / file["filename"]).close()
         saved = load_from_disk(str(path))
-        return _arrow_rows(path, saved.column_names, list(saved), saved.features)
+        _check_table(saved.data, sum(file.stat().st_size for file in path.glob("*.arrow")))
+        # Not list(): that opens the pictures and sounds which it names, wherever they lie.
+        return _arrow_rows(path, saved.column_names, saved.to_list(), saved.features)
+
+
+def _check_table(table: Any, size: int) -> None:
+    """Refuse an Arrow table from a file of ``size`` bytes that would be far larger as objects of Python."""
+    _check_room(sum(_values(part) for column in table.columns for part in column.chunks), table.nbytes, size)
+
+
+def _check_room(values: int, nbytes: int, size: int) -> None:
+    if values > max(_MANY_VALUES, _MOST_VALUES * size) or nbytes > max(_MUCH_TEXT, _MOST_TEXT * size):
+        raise ValueError(f"its {size} bytes hold {values} values, in {nbytes} bytes: too many")
+
+
+def _values(array: Any) -> int:
+    """The values of an Arrow array, at every level."""
+    if hasattr(array, "storage"):
+        return _values(array.storage)
+    if hasattr(array, "values"):
+        return len(array) + _values(array.values)
+    parts = range(array.type.num_fields) if hasattr(array, "field") else ()
+    return len(array) + sum(_values(array.field(at)) for at in parts)
 
 
 @contextmanager

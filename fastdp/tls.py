@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fastdp.files as files
+from fastdp.untrusted import MAX_YAML, read_bytes
 
 try:
     from cryptography import x509
@@ -62,7 +63,7 @@ class Credentials:
                 was not signed by the authority beside it.
         """
         try:
-            parts = [(folder / name).read_bytes() for name in (CA, CERTIFICATE, KEY)]
+            parts = [read_bytes(folder / name, MAX_YAML) for name in (CA, CERTIFICATE, KEY)]
         except OSError as error:
             raise ValueError(
                 f"{folder} has no certificates ({error.strerror}): name this end's own folder, as `certificates` wrote it"

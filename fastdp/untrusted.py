@@ -15,7 +15,10 @@ import os
 import re
 import resource
 import stat
+import subprocess
+import sys
 import threading
+import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,12 +34,16 @@ PAGE_POLICY = (
 )
 #: Most bytes of a file; of a card, whose brackets take thirty times as much memory; and of YAML, whose parser is slow.
 MAX_FILE, MAX_CARD, MAX_YAML = 1 << 28, 1 << 24, 1 << 22
+#: Most values of what a run leaves, each of which takes a hundred bytes or more.
+MAX_VALUES = 1 << 21
 #: Most values of a YAML document with every alias written out; and how deep those of YAML and JSON may be nested.
 MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
 #: Most layers, heads or experts of a model and ranks of an adapter; most positions; most that a tokenizer makes of a character.
 MAX_PARTS, MAX_POSITIONS, MAX_GROWTH = 1 << 12, 1 << 24, 10_000
-#: Seconds and bytes that a call of a tokenizer may take beside those for its text.
-CALL_SECONDS, CALL_BYTES = 60.0, 1 << 32
+#: Seconds that a call of a tokenizer or a chat template may take beside those for its text.
+CALL_SECONDS = 60.0
+#: Most bytes of the process that renders a chat template, and of what it makes beside a hundred for each of a conversation.
+TEMPLATE_MEMORY, TEMPLATE_TEXT = 1 << 31, 1 << 20
 
 _DATA_LIMIT = resource.getrlimit(resource.RLIMIT_DATA)[0]
 #: Settings of a model's config that count what is built of it whatever its weights hold, and the most of each.
@@ -44,6 +51,12 @@ _COUNTS = (
     (re.compile(r"(^|_)(layers?|heads?|experts|blocks|depth|virtual_tokens|r)$|^attention_types$"), MAX_PARTS),
     (re.compile(r"positions?(_embeddings)?$|^rotary_dim$"), MAX_POSITIONS),
     (re.compile(r"^num_labels$"), 1 << 20),
+    (re.compile(r"^num_(beams|beam_groups|return_sequences)$"), 1 << 8),
+)
+#: Settings whose text, or keys, peft matches with the names of modules as regular expressions, for as long as that takes.
+_PATTERNS = (
+    *("target_modules", "exclude_modules", "feedforward_modules"),
+    *("rank_pattern", "alpha_pattern", "layers_pattern"),
 )
 #: Of a tokenizer the parts that hold others, and how many characters those of fixed rules make of one.
 _SEQUENCES = ("normalizers", "pretokenizers", "processors", "decoders")
@@ -132,6 +145,13 @@ def read_text(path: str | os.PathLike[str], most: int = MAX_FILE) -> str:
     return read_bytes(path, most).decode("utf-8-sig")
 
 
+def check_values(text: str | bytes, most: int = MAX_VALUES) -> None:
+    """Refuse JSON of more values than a run writes, before any is made. Raises ValueError."""
+    marks: Any = (",", "[", "{") if isinstance(text, str) else (b",", b"[", b"{")
+    if sum(map(text.count, marks)) > most:
+        raise ValueError(f"it holds more than {most} values: it is no file of this kind")
+
+
 def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
     """A JSON value with unique keys and finite numbers, within this module's depth; bytes are UTF-8.
 
@@ -149,7 +169,8 @@ def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """A JSON object as `parse_json` reads it. Raises ValueError for another value too."""
+    """A JSON object as `parse_json` reads it. Raises ValueError for another value too, and for more than `MAX_VALUES`."""
+    check_values(text)
     found = parse_json(text)
     if not isinstance(found, dict):
         raise ValueError("it holds no JSON object")
@@ -187,7 +208,7 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
         ValueError: for a name that nothing has, a model that needs code of its own, and files that a library fails on.
     """
     place = Path(name)
-    _check_folder(place)
+    _check_folder(place, adapter=auto.__name__ != "AutoTokenizer")
     local = {"local_files_only": True} if place.is_dir() else {}
     try:
         for path in place.glob("tokenizer*.json") if auto.__name__ == "AutoTokenizer" else ():
@@ -240,34 +261,29 @@ def load_pretrained_tokenizer(name: str | os.PathLike[str]) -> Any:
 
 
 def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
-    """What a tokenizer makes of texts; see `call_bounded`."""
-    given = [*texts, *(options.get(key) or () for key in ("text", "text_target"))]
-    return call_bounded(lambda: tokenizer(*texts, **options), sum(map(_characters, given)))
-
-
-def call_bounded(call: Callable[[], Any], characters: int) -> Any:
-    """Call a tokenizer or its template, and wait a minute and a millisecond a character for what it returns.
+    """What a tokenizer makes of texts, within a minute and a millisecond a character.
 
     A thread of its own runs it, and is left behind: nothing ends the search of a regular expression. Meanwhile this process
-    gets no more than `CALL_BYTES` and `MAX_GROWTH` bytes a character.
+    gets no more memory than the machine has.
 
     Raises:
         ValueError: for one that takes more, and for a panic of the tokenizers library, which is no Exception and may quote
             a text.
     """
+    given = [*texts, *(options.get(key) or () for key in ("text", "text_target"))]
     results: list[Any] = []
     failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            results.append(call())
+            results.append(tokenizer(*texts, **options))
         except BaseException as error:
             failures.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    with _memory_limit(CALL_BYTES + MAX_GROWTH * characters):
+    with _memory_limit():
         thread.start()
-        thread.join(CALL_SECONDS + characters / 1000)
+        thread.join(CALL_SECONDS + sum(map(_characters, given)) / 1000)
     if results:
         return results[0]
     if failures and isinstance(failures[0], Exception) and not isinstance(failures[0], MemoryError):
@@ -277,21 +293,91 @@ def call_bounded(call: Callable[[], Any], characters: int) -> Any:
 
 
 @contextlib.contextmanager
-def _memory_limit(more: int) -> Iterator[None]:
-    """Let this process take so many bytes beside those that it holds, where Linux says how many these are."""
+def _memory_limit() -> Iterator[None]:
+    """Let this process take no more than the machine has left, where Linux says how much that is.
+
+    A smaller limit would end what other threads do: it holds for all of them.
+    """
     try:
         held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        left = re.findall(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
+        more = int(left[0]) << 10
     except (OSError, IndexError):
         yield
         return
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [held + more, _DATA_LIMIT, hard]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(limit for limit in limits if limit != resource.RLIM_INFINITY), hard))
+    _limit(resource.RLIMIT_DATA, held + more)
     try:
         yield
     finally:
         # Not what was found above: another call's limit may have stood there.
-        resource.setrlimit(resource.RLIMIT_DATA, (_DATA_LIMIT, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (_DATA_LIMIT, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, rendered in a process of its own; a context manager.
+
+    A template is a program. One multiplication or comparison may take hours, in which no thread of its process runs.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._request = {"chat_template": tokenizer.get_chat_template(), **tokenizer.special_tokens_map}
+        # Isolated, so that no file of the working directory stands in for a module.
+        code = "import sys; sys.path[:] = sys.argv[1:]; from fastdp.untrusted import answer_chats; answer_chats()"
+        command = [sys.executable, "-I", "-c", code, *sys.path]
+        self._process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def render(self, turns: list[dict[str, Any]], *, ask: bool = False) -> str:
+        """What the template makes of a conversation, with a prompt for an answer if ``ask``.
+
+        Raises ValueError, with the template's reason or because it takes too much time or memory.
+        """
+        request = json.dumps({**self._request, "conversations": [turns], "add_generation_prompt": ask}, default=str)
+        try:
+            self._process.stdin.write(f"{CALL_SECONDS + len(request) / 1000}\t{request}\n")
+            self._process.stdin.flush()
+            text, reason = json.loads(self._process.stdout.readline())
+        except (BrokenPipeError, ValueError):
+            reason = "it takes too much time or memory, use the published model's"
+        if reason is not None:
+            raise ValueError(f"the chat template: {reason}")
+        return str(text)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def __enter__(self) -> ChatTemplate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def answer_chats() -> None:
+    """Render the requests of a `ChatTemplate`, one a line, until there are no more."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _limit(resource.RLIMIT_DATA, TEMPLATE_MEMORY)
+    for line in sys.stdin:
+        seconds, request = line.split("\t", 1)
+        # Beyond it the system ends the process, whatever it does.
+        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + float(seconds)))
+        try:
+            (text,), _ = render_jinja_template(**json.loads(request))
+            answer = [text, None] if len(text) <= TEMPLATE_TEXT + 100 * len(line) else [None, "it writes too much"]
+        except MemoryError:
+            return
+        except Exception as error:
+            answer = [None, str(error)[:300] or type(error).__name__]
+        print(json.dumps(answer), flush=True)
+
+
+def _limit(kind: int, most: int) -> None:
+    """Set a limit of this process, within the one that it may not exceed."""
+    hard = resource.getrlimit(kind)[1]
+    limits = [most, _DATA_LIMIT if kind == resource.RLIMIT_DATA else hard, hard]
+    resource.setrlimit(kind, (min(limit for limit in limits if limit != resource.RLIM_INFINITY), hard))
 
 
 class _BoundedComposer:
@@ -335,17 +421,50 @@ class _BoundedTextLoader(_BoundedComposer, yaml.BaseLoader):
     """Scalars as text."""
 
 
-def _check_folder(place: Path) -> None:
-    """Refuse a file in place of a model's folder, and a config that cannot be read or that `check_config` refuses."""
-    config = place / "config.json"
+def _check_folder(place: Path, *, adapter: bool = False) -> None:
+    """Refuse a file in place of a model's folder, and files of it that cannot be read or ask for too much.
+
+    With ``adapter`` also that which transformers loads where it finds one, over the model that its config names.
+    """
     if place.is_file():
         raise ValueError(f"model {place} is a file: name the folder that holds it")
-    if config.is_file():
-        try:
-            settings = parse_json(read_bytes(config, MAX_YAML), constants=True)
-        except json.JSONDecodeError:
-            raise ValueError(f"{config} holds no JSON: copy it again") from None
-        check_config(settings)
+    for path in (place / "config.json", place / "generation_config.json", *place.glob("*.index.json")):
+        if path.is_file():
+            settings = _read_config(
+                path, MAX_YAML if path.name in ("config.json", "generation_config.json") else MAX_FILE
+            )
+            check_config(settings)
+            shards = settings.get("weight_map") if isinstance(settings, dict) else None
+            if isinstance(shards, dict) and any(Path(str(name)).name != name for name in shards.values()):
+                raise FolderRejected(f"its {path.name} names files outside it: copy the model again")
+    if adapter and (place / "adapter_config.json").is_file():
+        settings = _read_config(place / "adapter_config.json", MAX_YAML)
+        check_adapter(settings)
+        if base := settings.get("base_model_name_or_path"):
+            _check_folder(Path(str(base)))
+
+
+def _read_config(path: Path, most: int) -> Any:
+    try:
+        return parse_json(read_bytes(path, most), constants=True)
+    except json.JSONDecodeError:
+        raise ValueError(f"{path} holds no JSON: copy it again") from None
+
+
+def check_adapter(config: Any, own: str = "") -> None:
+    """Raise FolderRejected for an adapter's config by which peft imports, searches or computes at length.
+
+    ``own`` is an expression for names of modules that may stand in it.
+    """
+    check_config(config)
+    if config.get("megatron_config"):
+        raise FolderRejected("its adapter imports a module of its own choice: remove megatron_config")
+    if isinstance(config.get("init_lora_weights"), str):
+        raise FolderRejected("its adapter computes weights from its model's: set init_lora_weights to true")
+    for key in _PATTERNS:
+        names = isinstance(config.get(key), list) and key != "layers_pattern"
+        if config.get(key) and not names and config[key] not in (own, "all-linear"):
+            raise FolderRejected(f"its adapter chooses modules by a pattern of its own: list their names in {key}")
 
 
 def check_config(config: Any) -> None:

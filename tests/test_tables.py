@@ -4,6 +4,7 @@ import json
 import os
 import time
 
+import numpy
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -217,6 +218,28 @@ def test_a_saved_data_set_of_another_party_is_read_or_refused(tmp_path, file, co
     assert len(str(found.value).splitlines()) == 1
 
 
+def test_a_saved_data_set_fills_no_memory_and_opens_no_picture(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    pyarrow = pytest.importorskip("pyarrow")
+    folder = tmp_path / "saved"
+    rows = {"text": ["a"], "seen": [{"bytes": None, "path": str(tmp_path / "private.png")}]}
+    pictures = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    features = datasets.Features({"text": datasets.Value("string"), "seen": pictures})
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(folder)
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info["features"]["seen"] = {"_type": "Image"}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    assert read_rows(folder).rows == [{"text": "a", "seen": rows["seen"][0]}]
+    datasets.Dataset.from_dict({"text": ["a"], "long": [[1]]}).save_to_disk(folder)
+    long = pyarrow.ListArray.from_arrays([0, 2 * 10**7], pyarrow.array(numpy.zeros(2 * 10**7, "int64")))
+    table = pyarrow.table({"text": ["a"], "long": long})
+    options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    with pyarrow.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema, options=options) as stream:
+        stream.write_table(table)
+    with pytest.raises(DataError, match="values, in .*: too many"):
+        read_rows(folder)
+
+
 def test_names_of_splits_are_shown_and_move_no_cursor(tmp_path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["\\u001b[2Jtrain"]}')
     with pytest.raises(DataError, match=r"name one of them: .*\\x1b\[2Jtrain"):
@@ -285,8 +308,14 @@ def test_parquet(tmp_path):
         read_rows(path)
     # A few kilobytes that say they are billions.
     parquet.write_table(pyarrow.table({"text": pyarrow.nulls(2 * 10**7, pyarrow.string())}), path)
-    with pytest.raises(DataError, match="bytes hold 20000000 rows of 1 columns"):
+    with pytest.raises(DataError, match="bytes hold 20000000 values"):
         read_rows(path)
+    for kind in (pyarrow.int8(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
+        one = pyarrow.array(["a" * 100] if pyarrow.types.is_dictionary(kind) else [0], kind)
+        long = pyarrow.ListArray.from_arrays([0, 2 * 10**7], one.take(pyarrow.array(numpy.zeros(2 * 10**7, "int32"))))
+        parquet.write_table(pyarrow.table({"text": ["a"], "long": long}), path, compression="zstd")
+        with pytest.raises(DataError, match="values, in .*: too many"):
+            read_rows(path)
     many = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 10_000, "int32"), pyarrow.array(["a" * 10**6]))
     parquet.write_table(pyarrow.table({"text": many}), path)
     with pytest.raises(DataError, match="bytes hold too much text"):

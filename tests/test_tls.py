@@ -1,6 +1,7 @@
 """Who signs whom, who may read keys, and which certificates are turned down."""
 
 import datetime
+import os
 import shutil
 import stat
 
@@ -69,6 +70,10 @@ def test_certificates_that_are_turned_down(tmp_path):
         check_certificate(b"garbage")
     with pytest.raises(ValueError, match="has no certificates"):
         Credentials.load(tmp_path / "none")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "ca.pem")
+    with pytest.raises(ValueError, match="no regular file"):
+        Credentials.load(tmp_path / "pipe")
     for name in ("vendor", "authority", "../up", "", "a b", ".", "x" * 65):
         with pytest.raises(ValueError, match="cannot name a client"):
             make_certificates(tmp_path / "three", [name])

@@ -32,7 +32,7 @@ from fastdp.finetune.chat import chat_examples
 from fastdp.finetune.config import FinetuneConfig, load_config
 from fastdp.finetune.models import load_tokenizer
 from fastdp.finetune.report import build_report
-from fastdp.tables import Rows
+from fastdp.tables import DataError, Rows
 from tests.cases import cases
 from tests.finetune.test_report import made
 from tests.tokenizers_for_tests import quickstart, small_gpt2
@@ -325,6 +325,19 @@ def test_files_are_regular_and_bounded(tmp_path):
     assert "no regular file" in verify(card_of(weights=["0" * 64]), weights=tmp_path).reason
     (tmp_path / "card.json").write_bytes(b"[" + b"[]," * (6 << 20) + b"1]")
     assert "holds more than 16777216 bytes" in verify(tmp_path / "card.json").reason
+    # Lists take thirty times their brackets.
+    lists = "[" + "[]," * (1 << 20) + "1]"
+    (tmp_path / "card.json").write_text(lists)
+    assert "holds more than 2097152 values" in verify(tmp_path / "card.json").reason
+    (tmp_path / "ledger").write_text(lists)
+    assert "holds more than 2097152 values" in verify(card_of(), ledger=tmp_path / "ledger").reason
+    for name in ("metrics.jsonl", "result.json", "samples.json", "statement.json"):
+        run = tmp_path / name.partition(".")[0]
+        run.mkdir()
+        (run / "config.yaml").write_text("model: m\n")
+        (run / name).write_text(lists)
+        with pytest.raises(ConfigError, match=f"{re.escape(name)} is damaged"):
+            build_report([run])
     (tmp_path / "long").write_bytes(bytes(11))
     with pytest.raises(ValueError, match="more than 10 bytes"):
         untrusted.read_bytes(tmp_path / "long", 10)
@@ -493,6 +506,7 @@ def test_an_expression_of_a_tokenizer_that_fails_or_runs_for_hours_is_refused(
     cut = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": cut}))
     tokenizer = untrusted.load_pretrained_tokenizer(tmp_path)
+    limit = resource.getrlimit(resource.RLIMIT_DATA)
     for read in (
         lambda: causal_examples(tokenizer, [text], 64),
         lambda: causal_examples(tokenizer, [text], 64, literal=True),
@@ -501,29 +515,62 @@ def test_an_expression_of_a_tokenizer_that_fails_or_runs_for_hours_is_refused(
         with pytest.raises(ValueError, match=re.escape(words)) as caught:
             read()
         assert text[:7] not in str(caught.value)
+        assert resource.getrlimit(resource.RLIMIT_DATA) == limit
+
+
+TOO_MUCH = "it takes too much time or memory"
 
 
 @cases(
-    "template, seconds, words",
+    "template, words",
     [
+        ("{% for i in range(999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", TOO_MUCH),
+        # Of one operation, in which no thread of its process runs.
+        ("{{ 9 ** (9 ** 9) }}", TOO_MUCH),
         (
-            "{% for i in range(500) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
-            0.05,
-            "takes over a millisecond a character",
+            "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}"
+            "{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}",
+            TOO_MUCH,
         ),
-        ("{{ 'a' * 10**10 }}", 60.0, "failed on a text (MemoryError)"),
+        ("{{ 'a' * 10**10 }}", TOO_MUCH),
+        ("{{ 'a' * 10**7 }}", "it writes too much"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages.__class__.__mro__ }}", "is unsafe"),
     ],
 )
-def test_a_chat_template_that_never_ends_or_fills_memory_is_refused(monkeypatch, template, seconds, words):
-    monkeypatch.setattr(untrusted, "CALL_SECONDS", seconds)
-    limit = resource.getrlimit(resource.RLIMIT_DATA)
+def test_a_chat_template_that_never_ends_fails_or_fills_memory_is_refused(monkeypatch, template, words):
+    monkeypatch.setattr(untrusted, "CALL_SECONDS", 0.2)
     tokenizer = copy.deepcopy(quickstart()[0])
     tokenizer.chat_template = template
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     table = Rows(Path("rows.jsonl"), ("messages",), [{"messages": turns}], [1])
-    with pytest.raises(ValueError, match=re.escape(f"its tokenizer {words}")):
+    with pytest.raises(DataError, match=rf"the chat template: .*{words}"):
         chat_examples(tokenizer, table, "messages", 64)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == limit
+
+
+@cases(
+    "file, content, words",
+    [
+        # transformers loads an adapter that lies in the folder, and what its expressions match takes longer than anyone waits.
+        ("adapter_config.json", {"peft_type": "LORA", "target_modules": "(([a-z0-9._])+)+!"}, "a pattern of its own"),
+        ("adapter_config.json", {"peft_type": "LORA", "r": 10**7}, "has 'r' 10000000"),
+        ("adapter_config.json", {"peft_type": "LORA", "megatron_config": {"a": 1}}, "imports a module"),
+        ("adapter_config.json", {"peft_type": "LORA", "base_model_name_or_path": "base"}, "has 'n_layer' 1000000000"),
+        ("generation_config.json", {"num_beams": 10**5}, "has 'num_beams' 100000"),
+        ("model.safetensors.index.json", {"weight_map": {"a": "../secret.safetensors"}}, "names files outside it"),
+    ],
+)
+def test_other_files_of_a_model_s_folder_are_checked_too(tmp_path_factory, monkeypatch, file, content, words):
+    place = tmp_path_factory.mktemp("models")
+    monkeypatch.chdir(place)
+    small_gpt2(place / "model", n_layer=1, n_embd=16)
+    (place / "base").mkdir()
+    (place / "base" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 10**9}))
+    (place / "model" / file).write_text(json.dumps(content))
+    with pytest.raises(untrusted.FolderRejected, match=re.escape(words)):
+        untrusted.load_pretrained(transformers.AutoModelForCausalLM, place / "model")
 
 
 def test_models_are_loaded_by_one_function_alone():

@@ -28,7 +28,7 @@ from fastdp.accounting.journal import LedgerError, read as read_records
 from fastdp.accounting.ledger import STEP, Ledger
 from fastdp.accounting.page import ENVELOPE, claims
 from fastdp.accounting.weights import digests_of, model_files
-from fastdp.untrusted import MAX_CARD, parse_json_object, quote, read_bytes
+from fastdp.untrusted import MAX_CARD, check_values, parse_json_object, quote, read_bytes
 
 #: Required fields: of every card, of schema version 2, of a claim of an epsilon, and of a run that trained a model.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -351,6 +351,7 @@ def _check_files(stated: Mapping[str, str], folder: Path) -> None:
 
 def _check_ledger(card: Mapping[str, Any], path: Path) -> list[str]:
     """Refuse a ledger that is not this card's; returns what it leaves open."""
+    check_values(read_bytes(path))
     ledger, history = Ledger.read(path), read_records(path)
     if card.get("run_id") != ledger.run_id:
         raise _Refused(f"{path} is the ledger of another run than the card's")

@@ -15,17 +15,20 @@ from fastdp.finetune.folder import CONFIG
 from fastdp.finetune.models import load_model, load_tokenizer
 from fastdp.finetune.tasks import task_of
 from fastdp.integrations.adapters import FEED_FORWARD_OUTPUTS, PEFT_TYPE
-from fastdp.untrusted import MAX_YAML, check_config, load_pretrained, parse_json_object, quote, read_bytes
+from fastdp.untrusted import (
+    MAX_YAML,
+    FolderRejected,
+    check_adapter,
+    load_pretrained,
+    parse_json_object,
+    quote,
+    read_bytes,
+)
 
 #: Longest example, in tokens, for a model that no run has set one for.
 _LENGTH = 128
 #: Of adapters that runs write. peft knows others, whose configs name further adapters, which it would look for anywhere.
 _KINDS = ("LORA", "IA3", "PROMPT_TUNING", PEFT_TYPE)
-#: Settings whose text, or keys, peft matches with the names of modules as regular expressions, for as long as that takes.
-_PATTERNS = (
-    *("target_modules", "exclude_modules", "feedforward_modules"),
-    *("rank_pattern", "alpha_pattern", "layers_pattern"),
-)
 
 
 def load_saved(
@@ -63,23 +66,15 @@ def _check_adapter(folder: Path) -> None:
         raise ConfigError(f"{folder} holds no adapter_model.safetensors: take the folder that the run wrote")
     try:
         settings = parse_json_object(read_bytes(folder / "adapter_config.json", MAX_YAML))
-        check_config(settings)
+        check_adapter(settings, FEED_FORWARD_OUTPUTS)
+    except FolderRejected as error:
+        raise ConfigError(f"{folder}: {error}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} has no adapter_config.json that can be read: {error}") from None
     if settings.get("peft_type") not in _KINDS:
         raise ConfigError(
             f"the adapter in {folder} is of no kind that a run writes: {quote(settings.get('peft_type'))}"
         )
-    if settings.get("megatron_config"):
-        raise ConfigError(f"the adapter in {folder} imports a module of its own choice: remove megatron_config")
-    if isinstance(settings.get("init_lora_weights"), str):
-        raise ConfigError(f"the adapter in {folder} computes weights from its model's: set init_lora_weights to true")
-    for key in _PATTERNS:
-        names = isinstance(settings.get(key), list) and key != "layers_pattern"
-        if settings.get(key) and not names and settings[key] != FEED_FORWARD_OUTPUTS:
-            raise ConfigError(
-                f"the adapter in {folder} chooses modules by a pattern of its own: list their names in {key}"
-            )
 
 
 def settings_of(folder: str | Path, overrides: dict[str, Any] | None = None) -> FinetuneConfig:

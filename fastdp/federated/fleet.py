@@ -29,6 +29,7 @@ from fastdp.untrusted import quote
 
 PREFIX = "/v1/fleet/"
 ACTIVATE, GET_APP = PREFIX + "activate-node", PREFIX + "get-fab"
+PUSH, PUSH_OBJECT = PREFIX + "push-messages", PREFIX + "push-object"
 _OPERATIONS = (
     "deactivate-node send-node-heartbeat pull-messages push-messages get-run push-object pull-object "
     "confirm-message-received"
@@ -42,6 +43,8 @@ _OWN_HEADERS = "flwr-"
 _PUBLIC_KEY = "flwr-public-key"
 #: Flower cuts tensors into objects of at most 20 MiB.
 _LARGEST_BODY = 64 << 20
+#: Most bytes of a reply's objects, which Flower keeps in memory, and of objects that it consists of.
+LARGEST_REPLY, _MOST_OBJECTS = 1 << 32, 1 << 14
 _IDLE_SECONDS, _REQUEST_SECONDS = 120.0, 60.0
 #: Interval of interim responses (HTTP 102). Flower gives up after 30 silent seconds, and a large object can take longer.
 SIGN_SECONDS = 10.0
@@ -129,6 +132,7 @@ class Gateway(TlsListener):
         self._upstream = Upstream(superlink, ssl.create_default_context(cafile=str(certificates / CA)))
         self._newest: dict[str, x509.Certificate] = {}
         self._registered: set[bytes] = set()
+        self._uploaded: dict[bytes, int] = {}
         super().__init__(address, certificates, self._handle, "http/1.1")
 
     async def _handle(self, certificate: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -150,6 +154,14 @@ class Gateway(TlsListener):
             if not await self._register(key, certificate_name(certificate)):
                 return Reply.refusal(503, "the node could not be registered")
             self._registered.add(key)
+        if request.path == PUSH:
+            if reason := _why_no_reply(request.body):
+                return Reply.refusal(403, reason)
+            self._uploaded[key] = 0
+        elif request.path == PUSH_OBJECT:
+            self._uploaded[key] = self._uploaded.get(key, 0) + len(request.body)
+            if self._uploaded[key] > LARGEST_REPLY:
+                return Reply.refusal(413, "the reply is too large")
         return await self._upstream.ask(request)
 
     def _key(self, certificate: bytes) -> bytes:
@@ -170,6 +182,26 @@ class Gateway(TlsListener):
         # A key that was registered before, as after a restart of the gateway alone, is a conflict.
         log.info("registered the node %s: %d", name, reply.status)
         return reply.status < 500
+
+
+def _why_no_reply(body: bytes) -> str | None:
+    """Why a push is not a node's own reply to an order; None if it is. Flower believes whom a message says that it is from."""
+    from flwr.proto.fleet_pb2 import PushMessagesRequest
+    from google.protobuf.message import DecodeError
+
+    try:
+        push = PushMessagesRequest.FromString(body)
+    except DecodeError:
+        return "this is no message"
+    for message in push.messages_list:
+        if message.metadata.src_node_id != push.node.node_id or not message.metadata.reply_to_message_id:
+            return "a node answers orders, in its own name"
+    trees = list(push.message_object_trees)
+    for tree in trees:
+        trees += tree.children
+        if len(trees) > _MOST_OBJECTS:
+            return "the reply has too many objects"
+    return None
 
 
 @dataclass

@@ -6,10 +6,10 @@ import logging
 import math
 import random
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,13 @@ from fastdp.ops.stream import NoiseStream
 from fastdp.untrusted import escape_controls, quote
 
 # After our own modules: without Flower, importing `messages` says what to install.
+import httpx  # isort: skip
 from flwr.app import Context, Message, MessageType  # isort: skip
 from flwr.serverapp import Grid, ServerApp  # isort: skip
 
-#: Replies fetched at a time, so that memory does not grow with the number of clients.
-_REPLIES_PER_PULL = 4
 _POLL_SECONDS = 0.1
+#: How long others wait for a reply that was announced.
+PULL_SECONDS = 2.0
 _LONGEST_REASON = 300
 #: A larger loss, in nats, is no measurement: its exponential overflows.
 _LARGEST_LOSS = 700.0
@@ -201,7 +202,11 @@ class Server:
                 log.warning("update of client %d refused: %s", node, reason)
         return aggregator
 
-    def _add(self, aggregator: Aggregator, outcome: Round, reply: Message) -> None:
+    def _add(self, aggregator: Aggregator, outcome: Round, reply: Message | Exception) -> None:
+        if isinstance(reply, Exception):
+            if isinstance(reply, httpx.TransportError):
+                raise reply
+            raise RefusedUpdate(f"it cannot be read: {quote(reply, _LONGEST_REASON)}") from reply
         if reply.has_error():
             raise RefusedUpdate(f"it reports an error: {quote(reply.error.reason, _LONGEST_REASON)}")
         try:
@@ -229,11 +234,15 @@ class Server:
             return None
         return aggregator.mean()
 
-    def _exchange(self, nodes: Sequence[int], number: int) -> Iterator[tuple[int, Message | None]]:
-        """Send the adapter to ``nodes`` and yield their replies as they come; None for a node without one in time."""
+    def _exchange(self, nodes: Sequence[int], number: int) -> Iterator[tuple[int, Message | Exception | None]]:
+        """Send the adapter to ``nodes`` and yield their replies as they come.
+
+        An error in the place of a reply that cannot be read, and None for a node without one in time.
+        """
         content = Order(pack_adapter(self.adapted.adapter), number, self.adapted.base).to_record()
         seconds = self.config.round_seconds
         waiting: dict[str, int] = {}
+        pulls: dict[str, _Pull] = {}
         for node in nodes:
             message = Message(content, node, MessageType.TRAIN, ttl=seconds)
             message_id = next(iter(self.grid.push_messages([message])), None)
@@ -243,11 +252,16 @@ class Server:
                 waiting[message_id] = node
         end = time.monotonic() + seconds
         while waiting and time.monotonic() < end:
-            ids = iter(list(waiting))
-            while group := list(islice(ids, _REPLIES_PER_PULL)):
-                for reply in self.grid.pull_messages(group):
-                    if reply.metadata.reply_to_message_id in waiting:
-                        yield waiting.pop(reply.metadata.reply_to_message_id), reply
+            # One at a time: memory does not grow with clients, and what one sends takes no other's reply with it.
+            for message_id in list(waiting):
+                pull = pulls.get(message_id) or _Pull(self.grid, message_id)
+                pull.join(0 if message_id in pulls else min(PULL_SECONDS, seconds))
+                if pull.is_alive():
+                    pulls[message_id] = pull
+                    continue
+                pulls.pop(message_id, None)
+                if pull.reply is not None:
+                    yield waiting.pop(message_id), pull.reply
             time.sleep(_POLL_SECONDS if waiting else 0)
         for node in waiting.values():
             yield node, None
@@ -283,6 +297,29 @@ class Server:
         if self.ledger is not None:
             card = reports.central_card(self.config, self.ledger, self.population, weights)
             card.of_files(folder).save(self.output / "card")
+
+
+class _Pull(threading.Thread):
+    """Fetches the reply to one message: a client that announces a reply, and sends nothing of it, delays no other.
+
+    Attributes:
+        reply: None while there is none; an error in the place of one that cannot be read.
+    """
+
+    def __init__(self, grid: Grid, message_id: str):
+        super().__init__(daemon=True)
+        self._grid, self._message_id = grid, message_id
+        self.reply: Message | Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for reply in self._grid.pull_messages([self._message_id]):
+                if reply.metadata.reply_to_message_id == self._message_id:
+                    self.reply = reply
+        except Exception as error:
+            # Flower reads a client's objects here, and raises whatever they make it raise.
+            self.reply = error
 
 
 def _median(values: Sequence[float]) -> float:

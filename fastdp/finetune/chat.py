@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from fastdp.data import IGNORED, Examples
 from fastdp.tables import DataError, Rows, as_text
-from fastdp.untrusted import call_bounded, encode, quote
+from fastdp.untrusted import ChatTemplate, encode, quote
 
 ChatTurn = dict[str, Any]
 
@@ -32,17 +31,18 @@ def chat_examples(tokenizer: PreTrainedTokenizerBase, table: Rows, column: str, 
     if not tokenizer.is_fast:
         raise ValueError("its tokenizer cannot say to which turn a token belongs: a tokenizer.json is needed")
     items, truncated = [], 0
-    for index, value in enumerate(table.values(column, "messages_column")):
-        try:
-            text, spans = _render(tokenizer, conversation(value))
-        except (ValueError, TemplateError) as error:
-            raise DataError(f"{table.place(index)}: column {column!r} (messages_column): {error}") from None
-        encoded = encode(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = encoded["input_ids"]
-        learned = [any(start < end <= stop for start, stop in spans) for _, end in encoded["offset_mapping"]]
-        labels = [token if own else IGNORED for token, own in zip(ids, learned)]
-        truncated += len(ids) > max_length
-        items.append({"input_ids": ids[-max_length:], "labels": labels[-max_length:]})
+    with ChatTemplate(tokenizer) as template:
+        for index, value in enumerate(table.values(column, "messages_column")):
+            try:
+                text, spans = _render(template, conversation(value), "tool_calls" in str(tokenizer.chat_template))
+            except ValueError as error:
+                raise DataError(f"{table.place(index)}: column {column!r} (messages_column): {error}") from None
+            encoded = encode(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids = encoded["input_ids"]
+            learned = [any(start < end <= stop for start, stop in spans) for _, end in encoded["offset_mapping"]]
+            labels = [token if own else IGNORED for token, own in zip(ids, learned)]
+            truncated += len(ids) > max_length
+            items.append({"input_ids": ids[-max_length:], "labels": labels[-max_length:]})
     return Examples(items, truncated)
 
 
@@ -81,21 +81,16 @@ def _turn(turn: Mapping[str, Any], number: int) -> ChatTurn:
         raise ValueError(f"turn {number} holds {error}") from None
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[ChatTurn]) -> tuple[str, list[tuple[int, int]]]:
+def _render(template: ChatTemplate, turns: list[ChatTurn], knows_tools: bool) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation up to its last answer, and where each answer begins and ends in it."""
-    if "tool_calls" not in str(tokenizer.chat_template):
+    if not knows_tools:
         turns = [_spelled_out(turn) for turn in turns]
     answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     if not answers:
         raise ValueError("no turn is the assistant's, so there is nothing to learn: leave the row out")
 
     def rendered(count: int, ask: bool = False) -> str:
-        given = list(turns[:count])
-        # A template may loop for ever.
-        found = call_bounded(
-            lambda: tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=ask), len(str(given))
-        )
-        return str(found)
+        return template.render(turns[:count], ask=ask)
 
     text = rendered(answers[-1] + 1)
     spans, so_far = [], ""

@@ -18,7 +18,7 @@ import yaml
 import fastdp.files as files
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.evaluation import Quality
-from fastdp.untrusted import parse_json_object, parse_yaml
+from fastdp.untrusted import parse_json_object, parse_yaml, read_bytes
 
 CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.json", "checkpoint.pt"
 LEDGER, PERTURBATION, SAMPLES = "ledger.jsonl", "perturbation.pt", "samples.json"
@@ -127,7 +127,7 @@ def keep_metrics(output: Path, updates: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_bytes(path).decode(errors="replace").splitlines():
         try:
             row = parse_json_object(line)
         except ValueError:

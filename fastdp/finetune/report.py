@@ -23,7 +23,7 @@ from fastdp.accounting.claim import two_decimals, without_article
 from fastdp.finetune.charts import Line, chart, running_mean, style
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.reporter import duration, memory
-from fastdp.untrusted import PAGE_POLICY, escape_html, parse_json, parse_yaml, quote, read_text
+from fastdp.untrusted import PAGE_POLICY, check_values, escape_html, parse_json, parse_yaml, quote, read_text
 
 #: Settings that every comparison shows; others appear where the runs differ.
 _ALWAYS = ("task", "peft", "method", "epochs", "batch_size", "learning_rate", "max_length")
@@ -230,7 +230,11 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _read_file(path: Path, parse: Callable[[str], Any], missing: Any) -> Any:
     """What ``parse`` makes of a file, or ``missing`` if there is none. Raises ConfigError for one that cannot be read."""
     try:
-        return parse(read_text(path, _MAX_BYTES)) if path.exists() else missing
+        if not path.exists():
+            return missing
+        text = read_text(path, _MAX_BYTES)
+        check_values(text)
+        return parse(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError:

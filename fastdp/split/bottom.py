@@ -19,7 +19,7 @@ from fastdp.accounting.serialisation import canonical
 from fastdp.accounting.weights import named_digest
 from fastdp.methods.blocks import MODEL_TYPES
 from fastdp.methods.sap import Bottom, split_model
-from fastdp.untrusted import check_config, parse_json_object, quote
+from fastdp.untrusted import MAX_YAML, check_config, parse_json_object, quote, read_bytes
 
 FILE = "bottom.safetensors"
 #: Most bytes of the tables that building a bottom allocates, such as rotary ones, whose size only its config says.
@@ -86,13 +86,14 @@ def unpack_bottom(packed: PackedBottom, after: int) -> Bottom:
     return bottom.eval()
 
 
-def check_published(bottom: Bottom, folder: Path) -> None:
-    """Compare a bottom with the published model in ``folder``, whose weights may have longer names or another dtype.
+def published_bottom(bottom: Bottom, after: int, folder: Path) -> Bottom:
+    """The published model's bottom, if a vendor's has its weights, which may have longer names or another dtype in ``folder``.
 
     A made-up embedding table decides what a distance means, and could set chosen words so far apart that no noise hides them.
+    So could a setting that multiplies rows, wherefore all settings are the published ones.
 
     Raises:
-        ValueError: for weights that are not the published ones, and a folder that holds none.
+        ValueError: for weights that are not the published ones, and a folder that holds none, or no config.json.
     """
     missing = {name.removeprefix("model."): value.cpu() for name, value in bottom.state_dict().items()}
     paths = sorted(folder.glob("*.safetensors"))
@@ -108,6 +109,14 @@ def check_published(bottom: Bottom, folder: Path) -> None:
         raise ValueError(
             f"the vendor's bottom is not the published model's in {folder} ({min(missing)}): do not use it, or omit published"
         )
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json: name the published model's folder")
+    settings = parse_json_object(read_bytes(folder / "config.json", MAX_YAML))
+    kind, weights = settings.get("model_type"), bottom.state_dict()
+    kept = {key: settings[key] for key in (_sent_settings(kind) - {"dtype", "torch_dtype"}) & settings.keys()}
+    found = _build(canonical({"model_type": kind, **kept}), after).to(next(iter(weights.values())).dtype)
+    found.load_state_dict(weights)
+    return found.eval()
 
 
 def _build(config: str, after: int) -> Bottom:

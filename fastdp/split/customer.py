@@ -26,7 +26,7 @@ from fastdp.data import Collator
 from fastdp.locks import Lock
 from fastdp.methods.encoding import ADDED, encode_private, tokenizer_digest, vocabulary_digest
 from fastdp.methods.sap import PrivateBottom, TextPrivatizer
-from fastdp.split.bottom import FILE, PackedBottom, check_published, unpack_bottom
+from fastdp.split.bottom import FILE, PackedBottom, published_bottom, unpack_bottom
 from fastdp.split.connection import Connection
 from fastdp.split.operations import DESCRIPTION_FIELDS, VECTOR_TYPES, ServiceDescription, replies
 from fastdp.split.run import mixed_seed
@@ -136,7 +136,7 @@ class SplitCustomer:
                 )
             self.bottom = self._receive_bottom()
             if published is not None:
-                check_published(self.bottom, Path(published))
+                self.bottom = published_bottom(self.bottom, self.served.after, Path(published))
             self.bottom.to(self.device)
             self.store = ExampleStore(self.folder / "released", self.served.width, getattr(torch, dtype))
             undo.pop_all()
@@ -313,10 +313,12 @@ class SplitCustomer:
         indices = batch_of(step, len(labels), self.batch_size, self.seed)
         message = Outgoing.of("forward", {"step": step}, {"indices": indices})
         logits = self._call(message).tensors["logits"]
-        if logits.shape[0] != len(indices) or not bool(torch.isfinite(logits).all()):
-            raise ValueError(f"the logits of step {step} are not finite, or not of the batch: lower the learning rate")
+        if logits.shape[0] != len(indices):
+            raise ValueError(f"the logits of step {step} are not of its batch: use another vendor")
         logits.requires_grad_()
         loss = F.cross_entropy(logits, labels[indices])
+        if not bool(torch.isfinite(loss)):
+            raise ValueError(f"the loss of step {step} is not finite: lower the learning rate, or use another vendor")
         (gradient,) = torch.autograd.grad(loss, logits)
         answer = self._call(Outgoing.of("backward", {"step": step}, {"gradient": gradient}))
         if answer.fields["step"] != step + 1:

@@ -1,6 +1,8 @@
 """A running server as others meet it: Fleet with a client certificate, and nothing else of Flower's."""
 
 import asyncio
+import base64
+import contextlib
 import importlib
 import io
 import json
@@ -17,12 +19,19 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for Python 3.11 or later")
 
 import httpx
+from cryptography.x509 import load_pem_x509_certificate
 from flwr.cli.build import build_fab_from_disk
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import Message as ProtoMessage, Metadata, ObjectTree
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from fastdp import tls
 from fastdp.federated import fleet
 from fastdp.federated.bundle import app_folder, bundle_digest, check_bundle, own_digest
-from fastdp.federated.fleet import PATHS
+from fastdp.federated.fleet import PATHS, Gateway
+from fastdp.federated.programs import free_port
+from tests.cases import cases
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "federated"))
@@ -129,6 +138,56 @@ def test_a_node_reaches_fleet_and_nothing_else(federation):
         assert node.get("/v1/fleet/get-run").status_code == 404
         reply = node.post("/v1/fleet/activate-node", headers={"flwr-public-key": "AAAA"})
         assert (reply.status_code, "key of its certificate" in reply.text) == (401, True)
+
+
+@cases(
+    "source, answers, objects, status",
+    [
+        (5, "the order", 1, 503),
+        # Flower believes whom a message says that it is from.
+        (6, "the order", 1, 403),
+        (1, "", 1, 403),
+        (5, "", 1, 403),
+        (5, "the order", 20_000, 403),
+        (None, None, None, 403),
+    ],
+)
+def test_a_node_answers_orders_in_its_own_name(tmp_path_factory, source, answers, objects, status):
+    folder = tmp_path_factory.mktemp("gateway")
+    tls.make_certificates(folder, ["hospital"], server="server")
+    body = b"\xff"
+    if source is not None:
+        message = ProtoMessage(metadata=Metadata(src_node_id=source, reply_to_message_id=answers))
+        tree = ObjectTree(object_id="0", children=[ObjectTree(object_id="1")] * objects)
+        push = PushMessagesRequest(node=Node(node_id=5), messages_list=[message], message_object_trees=[tree])
+        body = push.SerializeToString()
+    with own_gateway(folder) as node:
+        assert node.post("/v1/fleet/push-messages", content=body).status_code == status
+
+
+def test_a_node_s_reply_is_bounded(tmp_path, monkeypatch):
+    """Flower keeps its objects in memory."""
+    monkeypatch.setattr(fleet, "LARGEST_REPLY", 2500)
+    tls.make_certificates(tmp_path, ["hospital"], server="server")
+    push = PushMessagesRequest(node=Node(node_id=5)).SerializeToString()
+    with own_gateway(tmp_path) as node:
+        for _ in range(2):
+            assert node.post("/v1/fleet/push-messages", content=push).status_code == 503
+            found = [node.post("/v1/fleet/push-object", content=bytes(1000)).status_code for _ in range(3)]
+            assert found == [503, 503, 413]
+
+
+@contextlib.contextmanager
+def own_gateway(folder):
+    """A client of a gateway of this process, behind which nothing answers."""
+    key = load_pem_x509_certificate((folder / "hospital" / tls.CERTIFICATE).read_bytes()).public_key()
+    headers = {"flwr-public-key": base64.b64encode(public_key_to_bytes(key)).decode()}
+    context = ssl.create_default_context(cafile=str(folder / "server" / tls.CA))
+    context.load_cert_chain(folder / "hospital" / tls.CERTIFICATE, folder / "hospital" / tls.KEY)
+    with Gateway(("127.0.0.1", 0), folder / "server", f"127.0.0.1:{free_port()}") as gateway:
+        url = f"https://127.0.0.1:{gateway.port}"
+        with httpx.Client(base_url=url, verify=context, timeout=60, headers=headers) as node:
+            yield node
 
 
 def test_requests_are_made_anew(federation):

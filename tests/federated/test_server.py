@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import math
+import threading
 import traceback
 from pathlib import Path
 
@@ -182,6 +183,25 @@ def test_a_failure_that_nobody_foresaw_refuses_one_update(settings, trained, mon
     assert row["refused"][0]["reason"] == "it is no update: RecursionError"
 
 
+def test_a_reply_that_flower_cannot_read_or_never_gets_takes_no_other_with_it(settings, trained, monkeypatch):
+    """Flower reads a client's objects while the server fetches them, and waits for those that are missing."""
+    monkeypatch.setattr(server, "PULL_SECONDS", 0.2)
+    ended = threading.Event()
+
+    def broken(message):
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    def mute(message):
+        ended.wait(60)
+
+    clients = [mute, broken, replaying(trained[0]), mute, replaying(trained[1])]
+    row = one_round(settings, LocalGrid(dict(enumerate(clients))), round_seconds=3.0)
+    ended.set()
+    assert (row["accepted"], row["missing"]) == (2, 2)
+    assert row["refused"][0]["client"] == "1"
+    assert "it cannot be read: UnicodeDecodeError(" in row["refused"][0]["reason"]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, -1.0])
 def test_metrics_that_no_client_can_measure_are_ignored(settings, trained, value):
     """Two losses of 1e308 have no finite sum; no row could be written of them."""
@@ -281,12 +301,14 @@ def test_another_base_model_is_noticed_by_the_client(settings, world):
     grid = federation(settings, 2)
     server = Server(grid, FederatedConfig.read(settings))
     server.adapted.base = "0" * 64
-    with pytest.raises(ValueError, match="the server's base model is not this client's"):
-        server.run()
+    server.run()
+    for refusal in server.rows[0]["refused"]:
+        assert "the server's base model is not this client's" in refusal["reason"]
+    assert len(server.rows[0]["refused"]) == 2
 
 
 def test_memory_does_not_grow_with_clients(settings, trained):
-    """At most one group of replies is alive at a time, of 24."""
+    """Few replies are alive at a time, of 24."""
     grid = LocalGrid(dict.fromkeys(range(24), replaying(trained[0])))
     assert one_round(settings, grid)["accepted"] == 24
     assert grid.alive <= 5

@@ -18,6 +18,7 @@ from fastdp.private.observer import Observer
 from fastdp.private.sampler import PoissonSampler, ShuffledSampler
 from fastdp.private.shapes import TAIL, PublicPlaces, PublicShapes, ShapedCollator, shape_statement
 from tests.engine.models import build
+from tests.engine.test_others import Bag, collate
 
 #: Records beside the one that changes, which is the last.
 OTHERS = 11
@@ -117,6 +118,23 @@ def test_one_record_changes_no_bit_of_the_others(
     assert any(total.abs().max() > 0 for total in first.values())
     assert same(first, sums_of_others(name, [*others, record(length, 200 + seed)], **options))
     assert same(first, sums_of_others(name, [*others, record(15, 100 + seed)], without=OTHERS, **options))
+
+
+def test_a_longer_bag_changes_no_bit_of_512_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without public shapes it moves their sum, by what `docs/clipping.md` states."""
+    monkeypatch.setitem(MODELS, "bag", (lambda: Bag(16), None, collate))
+
+    def bag(length: int, seed: int) -> dict[str, torch.Tensor]:
+        rows = torch.randn(length, 16, generator=torch.Generator().manual_seed(seed))
+        return {"x": rows, "y": torch.tensor(1.0)}
+
+    def moved(shapes: Any) -> float:
+        options = {"shapes": shapes, "self_check": False}
+        first, second = (sums_of_others("bag", [*[bag(2, 1)] * 512, bag(own, 2)], **options) for own in (2, 64))
+        return float((first["layer.weight"].double() - second["layer.weight"]).norm()) / 0.1
+
+    assert moved({"lengths": [4, 96], "pad": {"x": 0.0}}) == 0
+    assert 0 < moved(None) <= 3e-3
 
 
 @pytest.mark.parametrize("name", ["linear", pytest.param("gpt2", marks=pytest.mark.slow)])

@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, GraniteConfig, GraniteForCausalLM
 
 from fastdp.methods.sap import Bottom, split_model
-from fastdp.split.bottom import PackedBottom, check_published, pack_bottom, unpack_bottom
+from fastdp.split.bottom import PackedBottom, pack_bottom, published_bottom, unpack_bottom
 from tests.cases import cases
 from tests.engine.models import batch, build
 
@@ -37,14 +37,34 @@ def test_a_bottom_is_compared_with_the_published_model(name, tmp_path):
     model = build(name).eval()
     model.half().save_pretrained(tmp_path / "published")
     bottom, _ = split_model(model.float(), 1)
-    check_published(bottom, tmp_path / "published")
+    found, inputs = published_bottom(bottom, 1, tmp_path / "published"), batch(name)
+    inputs.pop("labels")
+    torch.testing.assert_close(found(**inputs), bottom.eval()(**inputs), atol=1e-3, rtol=0)
     table = bottom.model.get_input_embeddings().weight
     with torch.no_grad():
         table[3] *= 1000
     with pytest.raises(ValueError, match="is not the published model's"):
-        check_published(bottom, tmp_path / "published")
+        published_bottom(bottom, 1, tmp_path / "published")
     with pytest.raises(ValueError, match="no .safetensors"):
-        check_published(bottom, tmp_path)
+        published_bottom(bottom, 1, tmp_path)
+
+
+def test_a_setting_of_the_vendor_s_scales_no_row_of_a_published_model(tmp_path):
+    """Noise on rows would hide nothing of rows a million times as long."""
+    config = GraniteConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        embedding_multiplier=12.0,
+    )  # fmt: skip
+    model = GraniteForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "published")
+    packed = pack_bottom(split_model(model, 0)[0], tmp_path)
+    changed = packed.config.replace('"embedding_multiplier":12.0', '"embedding_multiplier":1e7')
+    ids = torch.arange(5)[None]
+    honest, scaled = (
+        unpack_bottom(PackedBottom(packed.path, each, packed.digest), 0) for each in (packed.config, changed)
+    )
+    assert scaled(ids).norm() > 1e5 * honest(ids).norm()
+    torch.testing.assert_close(published_bottom(scaled, 0, tmp_path / "published")(ids), honest(ids))
 
 
 def test_refusals(tmp_path):

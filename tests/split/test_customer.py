@@ -459,8 +459,10 @@ class Lying(SplitVendor):
     lies: dict = {}
 
     def answer(self, name, message, seconds):
-        found = super().answer(name, message, seconds)
-        return replace(found, fields={**found.fields, **self.lies.get(message.op, {})})
+        found, lies = super().answer(name, message, seconds), dict(self.lies.get(message.op, {}))
+        if (logits := lies.pop("logits", None)) is not None:
+            return Outgoing.of(message.op, found.fields, {"logits": torch.tensor([logits] * 8)})
+        return replace(found, fields={**found.fields, **lies})
 
 
 @cases(
@@ -470,6 +472,9 @@ class Lying(SplitVendor):
         ({"put": {"examples": 1 << 53}}, "examples, of 8 that it was sent"),
         ({"backward": {"step": 0}}, "answered step 0 as if it were at 0"),
         ({"backward": {"step": 1 << 53}}, "answered step 0 as if it were at 9007199254740992"),
+        # Finite, with an infinite loss.
+        ({"forward": {"logits": [3e38, -3e38]}}, "the loss of step 0 is not finite"),
+        ({"forward": {"logits": [float("nan"), 0.0]}}, "the loss of step 0 is not finite"),
         ({"describe": {"width": 64}}, "the bottom is 16 wide with 32 positions, and the vendor says 64 and 16"),
         ({"describe": {"max_tokens": 1 << 20}}, "with 32 positions, and the vendor says 16 and 1048576"),
     ],

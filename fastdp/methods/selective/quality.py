@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastdp.methods.selective.spans import PrivacyDetector, PrivacyPolicy, Span, merge
+from fastdp.untrusted import parse_json, read_bytes
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def read_labelled_spans(path: str | Path) -> tuple[list[str], list[list[Span]]]:
     It lists objects with ``full_text`` and ``spans``, each of an ``entity_type``, ``start_position`` and ``end_position``.
     """
     try:
-        entries = json.loads(Path(path).read_bytes())
+        entries = parse_json(read_bytes(path))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(entries, list):

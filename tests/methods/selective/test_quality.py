@@ -45,7 +45,12 @@ def test_labelled_file(tmp_path):
     entry = {"full_text": "Anna", "spans": [{"entity_type": "PERSON", "start_position": 0, "end_position": 4}]}
     path.write_text(json.dumps([entry]))
     assert read_labelled_spans(path) == (["Anna"], [[Span("PERSON", 0, 4)]])
-    for content, message in (("{", "not JSON"), ("{}", "list of labelled"), ('[{"full_text": 1}]', "entry 0")):
+    for content, message in (
+        ("{", "not JSON"),
+        ("[" * 10**5, "nested too deep"),
+        ("{}", "list of labelled"),
+        ('[{"full_text": 1}]', "entry 0"),
+    ):
         path.write_text(content)
         with pytest.raises(ValueError, match=message):
             read_labelled_spans(path)
