@@ -265,8 +265,6 @@ def _check_form(card: Mapping[str, Any]) -> None:
     for name, found in digests.items():
         if not all(each is None or re.fullmatch(r"[0-9a-f]{64}", str(each)) for each in found):
             raise _Refused(f"the card is malformed: {name} is no digest")
-    if card["run_id"] is not None and not re.fullmatch(r"[0-9a-f]{32}", card["run_id"]):
-        raise _Refused("the card is malformed: run_id is no name of a run")
     datetime.fromisoformat(card["created"])
     software = card["software"]
     if not {"python", "fastdp"} <= software.keys() or not all(
@@ -467,7 +465,7 @@ def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str
         if isinstance(claim, ExternalClaim):
             found.append(f"what {claim.card} certifies: {claim.promise}")
     rests = {*ENVELOPE, *_GAUSSIAN, *(_RUN.keys() - {"model"} if "steps" in card else ()), *_CLAIMED}
-    described = ["created", "software", *([] if ledger else ["mechanism"]), *sorted(card.keys() - rests)]
+    described = ["created", "software", *([] if ledger else ["mechanism", "run_id"]), *sorted(card.keys() - rests)]
     found.append(f"what its maker states, and nothing here recomputes: {', '.join(map(quote, described))}")
     if earlier := card.get("earlier_releases"):
         found.append(f"what {len(earlier)} earlier releases of the same data cost: their cards add to this one's")
