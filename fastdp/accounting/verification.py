@@ -271,10 +271,6 @@ def _check_form(card: Mapping[str, Any]) -> None:
         re.match(r"\d|sha256:", str(v)) for v in software.values()
     ):
         raise _Refused("the card is malformed: its software names no versions")
-    if card["noise_source"].get("secure_rounding") and not any(
-        str(each).startswith(GRID) for each in card["remaining"]
-    ):
-        raise _Refused(f"the card's remaining lacks what its secure_rounding says: {GRID}...")
     if (reason := contradiction(card)) is not None:
         raise _Refused(reason)
 
@@ -350,6 +346,8 @@ def _check_stated(card: Mapping[str, Any]) -> None:
     follows = assumptions_of(*facts, source)
     if set(card["assumptions"]) & {*assumptions_of(*facts, {})} - {*follows}:
         raise _Refused("the card assumes what its secure_rounding makes needless")
+    if source.get("secure_rounding") and not any(str(each).startswith(GRID) for each in card["remaining"]):
+        raise _Refused(f"the card's remaining lacks what its secure_rounding says: {GRID}...")
     for name, sentences in (("assumptions", follows), ("unprotected", UNPROTECTED)):
         if lacking := [sentence for sentence in sentences if sentence not in card[name]]:
             raise _Refused(f"the card's {name} lack what its fields say: {lacking[0]}")
