@@ -35,6 +35,7 @@ from fastdp.finetune.run import finetune
 from fastdp.finetune.tasks import cut_note, encode_rows, messages_column
 from fastdp.finetune.usage import add_usage
 from fastdp.ops import NoiseStream
+from fastdp.settings import TYPE_WORDS
 from fastdp.tables import Rows, read_rows
 
 #: Settings that may be searched: what a trial costs does not depend on them.
@@ -245,12 +246,14 @@ def _combinations(config: FinetuneConfig, candidates: Mapping[str, Sequence[Any]
             )
         if not values:
             raise ConfigError(f"no value of {name} is given")
+        for value in values:
+            try:
+                TYPES[name](value)
+            except (TypeError, ValueError):
+                raise ConfigError(f"{name} must be {TYPE_WORDS[TYPES[name]]}, not {value!r}") from None
     found = []
     for values in itertools.product(*candidates.values()):
-        try:
-            settings = {name: TYPES[name](value) for name, value in zip(candidates, values)}
-        except (TypeError, ValueError):
-            raise ConfigError(f"a candidate cannot be read: {dict(zip(candidates, values))}") from None
+        settings = {name: TYPES[name](value) for name, value in zip(candidates, values)}
         dataclasses.replace(config, **settings).check()
         found.append(settings)
     return found

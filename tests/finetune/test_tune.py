@@ -138,7 +138,7 @@ def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkey
         ({"private_metrics": 1.0}, {}, "no curves"),
         ({}, {"candidates": {"batch_size": [8, 16]}}, "batch_size cannot be searched"),
         ({}, {"candidates": {"learning_rate": []}}, "no value"),
-        ({}, {"candidates": {"learning_rate": ["fast"]}}, "cannot be read"),
+        ({}, {"candidates": {"learning_rate": ["fast"]}}, "learning_rate must be a number, not 'fast'"),
         ({}, {"candidates": {"learning_rate": [-1.0]}}, "learning_rate is -1.0: it must be greater"),
         ({}, {"trials": 1.0}, "more than 1"),
         ({}, {"shape": -1.0}, "above -1"),
