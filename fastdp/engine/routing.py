@@ -296,7 +296,10 @@ class Routing:
         except Exception as error:
             passes.model.zero_grad(set_to_none=True)
             passes.forwards.unpatch()
-            return str(error) or type(error).__name__
+            if isinstance(error, UnsupportedUse):
+                return str(error)
+            said = "" if isinstance(error, ValueError) else f" ({first_line(error)})"
+            return f"a function of the model's own takes no parameters by row{said}"
 
 
 def _weighted(ticket: Ticket) -> Ticket:
