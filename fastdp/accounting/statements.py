@@ -56,6 +56,7 @@ PAPER_FLAWS = (
 WITHIN_A_TYPE = "private tokens of one public type have the same law of replacements: between them epsilon is 0"
 NOISED_COUNTS = "private texts, with noise"
 PUBLIC_CANDIDATES = "candidates, labels and the encoder are public: none was made from the private records but by votes"
+SEARCH_TIME = "how long the search took, which tells how many trials were made"
 #: Not protected by a federation with central DP.
 KEPT_BY_THE_SERVER = (
     "rounds.jsonl, server.safetensors and the server's log hold who was sampled and refused, how many answered in each round, "
@@ -213,6 +214,13 @@ _MECHANISMS: dict[str, _Statement] = {
         "released_records=count model.name=string model.trained_parameters=count" + _PLACE,
         ONE_SEQUENCE,
         _SEQUENCE_SENTENCES,
+    ),
+    "best of a secret number of DP-SGD runs": _Statement(
+        "mechanism.max_grad_norm=number|table dataset_size=count model.name=string model.trained_parameters=count "
+        "tuning.candidates=table tuning.expected_trials=number tuning.shape=number tuning.stop=number tuning.won=table "
+        "tuning.noised_score=number tuning.noise_multiplier_of_a_step=number tuning.noise_multiplier_of_a_score=number",
+        "example",
+        {"assumptions": [TRUST], "unprotected": [SEARCH_TIME], "remaining": [AMONG_UNITS]},
     ),
     "private votes": _Statement(
         "mechanism.labels=list", "example", {"assumptions": [PUBLIC_CANDIDATES], "sampling": [EVERY_ROUND]}

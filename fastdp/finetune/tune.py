@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 import fastdp.accounting as accounting
 import fastdp.accounting.renyi as renyi
 import fastdp.files as files
+from fastdp.accounting.statements import SEARCH_TIME
 from fastdp.audit.saved import load_saved
 from fastdp.data import Collator
 from fastdp.finetune.config import TYPES, ConfigError, FinetuneConfig, load_config
@@ -336,7 +337,7 @@ def _publish(
             *own["assumptions"],
             "how many trials were made, and how long they took, stays secret: the best one alone is released",
         ],
-        unprotected=["how long the search took, which tells how many trials were made"],
+        unprotected=[SEARCH_TIME],
         remaining=own["remaining"],
         facts={
             "dataset_size": ledger.header["dataset_size"],
