@@ -293,7 +293,7 @@ def contradiction(card: Mapping[str, Any]) -> str | None:
         for sentence in sentences:
             entries = card[heading] if isinstance(card[heading], list) else [card[heading]]
             if not any(str(entry).startswith(sentence) for entry in entries):
-                return f"the card's {heading} lack what {name} states: {sentence}"
+                return f"the card's {heading} lacks what {name} states: {sentence}"
     check = _CHECKS.get(name)
     return None if check is None else check(card)
 

@@ -265,7 +265,10 @@ def _check_form(card: Mapping[str, Any]) -> None:
     for name, found in digests.items():
         if not all(each is None or re.fullmatch(r"[0-9a-f]{64}", str(each)) for each in found):
             raise _Refused(f"the card is malformed: {name} is no digest")
-    datetime.fromisoformat(card["created"])
+    try:
+        datetime.fromisoformat(card["created"])
+    except ValueError:
+        raise _Refused("the card is malformed: created is no date") from None
     software = card["software"]
     if not {"python", "fastdp"} <= software.keys() or not all(
         re.match(r"\d|sha256:", str(v)) for v in software.values()
@@ -357,12 +360,13 @@ def _check_weights(card: Mapping[str, Any], folder: Path) -> None:
     named = card.get("weights")
     if not named:
         raise _Refused("the card holds no digest of weights, so it cannot be told whether these are the ones")
-    held = digests_of(folder)
-    missing = set(named) - held.keys()
+    sizes = digests_of(folder)
+    held = sizes.keys()
+    missing = set(named) - held
     if missing:
         raise _Refused(f"{len(missing)} of the {len(set(named))} tensors that the card speaks of are not in {folder}")
     trained = card["model"].get("trained_parameters") if "processes" in card.get("model", ()) else None
-    if trained is not None and trained != sum(held[each] for each in named):
+    if trained is not None and trained != sum(map(sizes.__getitem__, named)):
         raise _Refused(f"the card speaks of {trained:,} trained parameters, but its weights have another number")
     if stated := card.get("files"):
         _check_files(stated, folder)

@@ -298,6 +298,91 @@ def test_single_changes_that_nobody_finds_are_free_text_or_said_to_be_their_make
             assert repr(path[1]) in of_mechanism[0]
 
 
+#: What other fields of a card contradict: a path, another value, and words of the refusal, without a ledger.
+CONTRADICTED = {
+    "DPSGD": [
+        ("model trained_parameters", 67, "trained parameters, but its weights have another number"),
+        ("weights", ["0" * 64], "1 of the 1 tensors"),
+        ("remaining", [], "remaining lacks"),
+        ("unit", "person", "which DP-SGD does not protect"),
+        ("created", "yesterday", "created is no date"),
+        ("software", {}, "names no versions"),
+    ],
+    "Rap-FT": [
+        ("mechanism mask noise_multiplier", 4.0, "a selection at noise multiplier 4"),
+        ("mechanism mask sample_rate", 0.25, "a selection at noise multiplier 2"),
+        ("mechanism mask kind", "public", "relevance map is not described"),
+        ("mechanism allocation", "axes", "axes_power is not that of its allocation"),
+        ("mechanism irrelevance_ratio", None, "irrelevance_ratio is missing, or of the wrong type"),
+    ],
+    "DP-FROST": [
+        ("mechanism selection_noise_multiplier", 1.0, "a selection at noise multiplier 1"),
+        ("mechanism selection_steps", 3, "a selection at noise multiplier 2"),
+        ("mechanism choose_by", "values", "choose_by is missing, or of the wrong type"),
+    ],
+    "EW-FT": [
+        ("sampling", "poisson", "sampling lacks"),
+        ("unprotected", [], "unprotected lacks"),
+        ("notes", [], "notes lacks"),
+    ],
+    "EW-FT, codebook": [
+        ("mechanism kept", 0.9, "share of codes"),
+        ("mechanism cells", 3, "share of codes"),
+        ("released_records", 9, "more released records"),
+        ("unprotected", [], "unprotected lacks what codebook states"),
+        ("mechanism name", "own", "states what DP-Forward leaves unprotected"),
+    ],
+    "TextPrivatizer": [
+        ("eta", None, "but eta None"),
+        ("policy unknown", "keep", "policy.unknown is missing, or of the wrong type"),
+        ("assumptions", [], "assumptions lacks"),
+        ("nats_per_distance", 2.0, "nats_per_distance is not its bound"),
+        ("displacement unchanged", 1.5, "a share of tokens above 1"),
+    ],
+    "TextPrivatizer, counted": [
+        ("also", [], "claims are not those of its counts"),
+        ("also 0 unit", "word", "the unit of counts"),
+        ("mechanism cti tilt", None, "settings of another form"),
+    ],
+    "TextPrivatizer, quotient": [("mechanism cti form", "prior", "is not that of the mechanism quotient")],
+    "PrivateBottom": [("mechanism bottom_trained", True, "a trained bottom"), ("unprotected", [], "unprotected lacks")],
+    "SelectivePerturbation": [
+        ("settings budget", "text", "not that of a budget of each text"),
+        ("tokens private", 16, "counts of texts and private tokens"),
+        ("mean_of_a_text", 1.0, "counts of texts and private tokens"),
+        ("settings name", "another", "settings are not those of its mechanism"),
+        ("unprotected", [], "unprotected lacks"),
+    ],
+    "SelectivePerturbation, typed": [
+        ("settings replacement", "none", "how tokens of one type"),
+        ("notes", [], "notes lacks"),
+    ],
+    "federated run": [
+        ("settings dpsgd_epsilon", 2.0, "is not that of its settings"),
+        ("settings budget", "text", "is not that of its settings"),
+        ("settings perturbation", "none", "claims are not those of its settings"),
+        ("also", [], "claims are not those of its settings"),
+        ("trusted", [], "sentences are not those of its settings"),
+        ("rounds", 2, "counts of rounds"),
+    ],
+    "private votes": [("assumptions", [], "assumptions lacks"), ("sampling", "poisson", "sampling lacks")],
+    "synthetic texts": [("synthetic rows", -1, "synthetic texts are not described")],
+}
+
+
+def test_what_other_fields_contradict_is_found(made, request):
+    card, others = made
+    for path, value, said in CONTRADICTED.get(request.node.callspec.params["made"], ()):
+        forged = json.loads(card.to_json())
+        place, keys = forged, [int(key) if key.isdigit() else key for key in path.split()]
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+        result = verify({**forged, "digest": digest(forged)}, weights=others.get("weights"))
+        assert not result.holds, path
+        assert said in result.reason, (path, result.reason)
+
+
 @pytest.mark.parametrize("path", [("eta",), ("displacement", "eta"), ("epsilon_of_a_token",), ("mechanism", "epsilon")])
 def test_a_setting_that_the_bound_contradicts_is_found(made, path):
     card, _ = made

@@ -14,7 +14,7 @@ from fastdp.calls.batches import map_tensors, tensors
 from fastdp.engine.uses.logits import Logits
 from fastdp.engine.uses.use import ForbidBackward, Use
 
-NO_LOSS = "the model returned no loss of what is trained: pass labels to it, or give make_private criterion="
+LACKS_LOSS = "the model returned no loss of what is trained: pass labels to it, or give make_private criterion="
 
 
 class Junction:
@@ -192,7 +192,7 @@ def find_loss(output: Any, *, only: bool = False) -> torch.Tensor | None:
 def require_loss(output: Any, *, only: bool = False) -> torch.Tensor:
     """The scalar loss in what a model returned; ValueError where there is none."""
     if (loss := find_loss(output, only=only)) is None:
-        raise ValueError(NO_LOSS)
+        raise ValueError(LACKS_LOSS)
     return loss
 
 
