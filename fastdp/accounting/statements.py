@@ -56,6 +56,7 @@ PAPER_FLAWS = (
 WITHIN_A_TYPE = "private tokens of one public type have the same law of replacements: between them epsilon is 0"
 NOISED_COUNTS = "private texts, with noise"
 PUBLIC_CANDIDATES = "candidates, labels and the encoder are public: none was made from the private records but by votes"
+UNCOUNTED = "how many updates came is not stated: who was sampled is secret"
 SEARCH_TIME = "how long the search took, which tells how many trials were made"
 #: Not protected by a federation with central DP.
 KEPT_BY_THE_SERVER = (
@@ -104,7 +105,11 @@ def federated_claims(settings: Mapping[str, Any]) -> tuple[list[Claim], list[str
         )
         claims.append(ExternalClaim("example of a client", promise, "each client's own card"))
     if settings["client_clip"] > 0:
-        promise = "against everyone but the server, each client as a whole"
+        promise = (
+            f"against everyone but the server, each client as a whole, at noise multiplier "
+            f"{settings['client_noise_multiplier']:g} of updates within {settings['client_clip']:g} and delta "
+            f"{settings['client_delta']:g}"
+        )
         claims.append(ExternalClaim("client", promise, "card.json"))
     return claims, flaws
 
@@ -168,14 +173,12 @@ _TOKENS = _Statement(
     re.escape(ONE_TOKEN),
     {"unprotected": REPLACED_TOKENS, "assumptions": [PUBLIC_TABLE]},
 )
-_FEDERATED = (
-    "aggregation=mean|examples alpha batch_size bottleneck_size budget=token|text cells client_clip client_delta "
-    "client_noise_multiplier detector device dpsgd_delta dpsgd_epsilon dpsgd_max_grad_norm epsilon eval "
-    "eval_batch_size evaluation=server|none fraction labelled_spans learn_replaced learning_rate local_epochs "
-    "lora_alpha lora_r max_examples max_length max_update_norm mechanism=local|typed|paper min_clients model names "
-    "output partition=iid|own peft=bottleneck|lora perturbation=none|selective|all physical_batch_size radius "
-    "replacement=uniform|model resume round_seconds rounds seed state text_column threads threshold train "
-    "wait_seconds"
+#: Settings of a federation that say what is guaranteed, and of whom.
+FEDERATED = (
+    "model=string peft=bottleneck|lora rounds=count fraction=number perturbation=none|selective|all epsilon=number "
+    "budget=token|text mechanism=local|typed|paper radius=number alpha=number replacement=uniform|model detector=string "
+    "threshold=number client_clip=number client_noise_multiplier=number client_delta=number dpsgd_epsilon=number "
+    "dpsgd_delta=number dpsgd_max_grad_norm=number"
 )
 _EWFT = _Statement(
     "mechanism.max_norm=number mechanism.noise_std_over_max_norm=list mechanism.reuse=flag mechanism.autoencoder=list? "
@@ -244,10 +247,7 @@ _MECHANISMS: dict[str, _Statement] = {
         {"unprotected": SELECTED_TOKENS, "notes": ["the detector's miss rate: "]},
     ),
     "federated fine-tuning": _Statement(
-        " ".join(
-            f"settings.{name}" if "=" in name else f"settings.{name}=string|number|whole|flag"
-            for name in _FEDERATED.split()
-        )
+        " ".join(f"settings.{setting}" for setting in FEDERATED.split())
         + " clients=count rounds=count void_rounds=count updates=table? perplexity=list trusted=list",
         sentences={"unprotected": ["what every client's own card lists as not protected"]},
     ),
@@ -366,7 +366,9 @@ def _federated(card: Mapping[str, Any]) -> str | None:
             return f"the card's claim for {quote(fields['unit'])} is not that of its settings"
     if card["trusted"] != trusted or card["unprotected"] != [*(flaws if claims else ()), *unprotected]:
         return "the card's sentences are not those of its settings"
-    rounds = len(card["perplexity"])
+    rounds, central = len(card["perplexity"]), card["settings"]["client_clip"] > 0
+    if (card["updates"] is None) != central or (UNCOUNTED in card["notes"]) != central:
+        return "with central DP, and only then, a card does not say how many updates came"
     fits = card["rounds"] == rounds <= card["settings"]["rounds"] and card["void_rounds"] <= rounds
     return None if fits else "the card's counts of rounds contradict each other"
 

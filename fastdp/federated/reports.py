@@ -10,12 +10,17 @@ from torch import Tensor
 import fastdp.accounting as accounting
 from fastdp.accounting import Card
 from fastdp.accounting.card import public_name
-from fastdp.accounting.statements import KEPT_BY_THE_SERVER, federated_claims, federated_sentences
+from fastdp.accounting.statements import (
+    FEDERATED,
+    KEPT_BY_THE_SERVER,
+    UNCOUNTED,
+    federated_claims,
+    federated_sentences,
+)
 from fastdp.federated.config import FederatedConfig
 from fastdp.ops.grid import DISTANCE
 
 ROUNDS_FILE, CARD = "rounds.jsonl", "run_card"
-_PATHS = ("model", "train", "eval", "output", "state", "names", "labelled_spans")
 
 
 def run_card(
@@ -26,6 +31,7 @@ def run_card(
     It keeps digests of ``weights``, and names no client. With central DP it does not state either how many took part, which
     the epsilon counts on nobody knowing.
     """
+    stated = {setting.partition("=")[0] for setting in FEDERATED.split()}
     claims, flaws = federated_claims(config.as_dict())
     trusted, unprotected = federated_sentences(config.as_dict())
     return Card.of(
@@ -37,7 +43,7 @@ def run_card(
         # What one claim does not cover does not void another: it is open.
         flaws=() if claims else flaws,
         unprotected=[*(flaws if claims else ()), *unprotected],
-        notes=["how many updates came is not stated: who was sampled is secret"] if config.central else [],
+        notes=[UNCOUNTED] if config.central else [],
         facts={
             "clients": clients,
             "rounds": len(rows),
@@ -53,8 +59,9 @@ def run_card(
             "trusted": trusted,
             # Of a path its last part, which says nothing of a machine.
             "settings": {
-                name: public_name(value) if name in _PATHS and value else value
+                name: public_name(value) if name == "model" else value
                 for name, value in config.as_dict().items()
+                if name in stated
             },
         },
     )

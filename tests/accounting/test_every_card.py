@@ -360,6 +360,9 @@ CONTRADICTED = {
     "federated run": [
         ("settings dpsgd_epsilon", 2.0, "is not that of its settings"),
         ("settings budget", "text", "is not that of its settings"),
+        ("settings client_noise_multiplier", 3.0, "is not that of its settings"),
+        ("updates", {"accepted": 3}, "how many updates came"),
+        ("notes", [], "how many updates came"),
         ("settings perturbation", "none", "claims are not those of its settings"),
         ("also", [], "claims are not those of its settings"),
         ("trusted", [], "sentences are not those of its settings"),
