@@ -251,7 +251,7 @@ def load_pretrained_tokenizer(name: str | os.PathLike[str]) -> Any:
     except FolderRejected:
         raise
     except (OSError, ValueError):
-        if not (Path(name) / "config.json").is_file():
+        if not any(place.is_file() for place in (Path(name) / "config.json", *Path(name).glob("tokenizer*.json"))):
             raise
         raise ValueError(lack) from None
     # Without its files transformers makes one that knows no text, and says nothing.

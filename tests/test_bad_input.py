@@ -43,9 +43,13 @@ def _models(root):
     tokenizer.save_pretrained(root / "t5")
     settings = json.loads((root / "t5" / "config.json").read_text())
     (root / "t5" / "config.json").write_text(json.dumps(settings | {"decoder_start_token_id": None}))
-    for name in ("no-tokenizer", "no-weights", "cut", "nan", "no-pad", "headless", "bad-config"):
+    for name in ("no-tokenizer", "no-weights", "cut", "nan", "no-pad", "headless", "bad-config", "narrow"):
         shutil.copytree(root / "model", root / name)
     (root / "bad-config" / "config.json").write_text("[")
+    (root / "torn").mkdir()
+    (root / "torn" / "tokenizer.json").write_text("{")
+    config = json.loads((root / "narrow" / "config.json").read_text())
+    (root / "narrow" / "config.json").write_text(json.dumps(config | {"vocab_size": 3}))
     for file in (root / "no-tokenizer").glob("token*"):
         file.unlink()
     (root / "no-weights" / "model.safetensors").unlink()
@@ -257,6 +261,9 @@ COMMANDS = [
     command(
         "tune --model model --train good.jsonl --output new --epsilon 8 --try =1", "write a setting and its values"
     ),
+    command("tune --model model --train good.jsonl --output new --epsilon 8 --try lora_r=a", "lora_r must be .*'a'"),
+    command("doctor torn", "torn has no tokenizer that can be loaded", "put the tokenizer's files beside"),
+    command("doctor narrow", r"narrow does not fit: its .*wte.weight is \[1536, 16\], not \[3, 16\]"),
     command("attack model --kind theft", "'theft' is not one of 'membership'"),
     command(
         "split certificates new --customer anna --days 9999999",

@@ -206,7 +206,7 @@ def ported(number):
     """The program after a port, which changes at most nine lines."""
     lines = PORTS[number].splitlines()
     assert {line[:1] for line in lines} <= {" ", "+", "-", ""}
-    assert 0 < sum(line[:1] in ("+", "-") and len(line) > 1 for line in lines) <= 9
+    assert 0 < sum(line[:1] in ("+", "-") for line in lines) <= 9
     before, after = ("\n".join(line[1:] for line in lines if line[:1] != left_out) for left_out in "+-")
     assert "fastdp" not in before
     compile(before, "before", "exec")

@@ -19,6 +19,7 @@ from fastdp.accounting.exports import export
 from fastdp.accounting.page import ENVELOPE, claims, markdown
 from fastdp.accounting.pld import Adjacency
 from fastdp.accounting.serialisation import canonical
+from fastdp.accounting.statements import AMONG_UNITS, GRID
 from fastdp.accounting.weights import digests, model_files
 from fastdp.distribution import installed_version, version_of, wheel_digest
 from fastdp.untrusted import MAX_CARD, parse_json_object, read_bytes
@@ -73,7 +74,7 @@ def rounded_to_grid(distance: float) -> str:
     >>> "1.0e-18" in rounded_to_grid(1e-18)
     True
     """
-    return f"noised sums are rounded as real numbers would be up to a distance of {distance:.1e}, part of delta"
+    return f"{GRID}{distance:.1e}, part of delta"
 
 
 def among_units(units: int, tokens: int, spread: float) -> float:
@@ -99,7 +100,7 @@ def among_units_in_words(units: int, tokens: int | None = None) -> str:
     worst = among_units(units, additions, spread)
     likely = 2 * spread * (max(0, units - 1) * (additions + 3)) ** 0.5 * 2.0**-24
     return (
-        f"rounding among the units of one sum is no part of any unit's bound: about {units} units of {tokens:,} tokens each "
+        f"{AMONG_UNITS}{units} units of {tokens:,} tokens each "
         f"move it by some {likely:.1e} of the bound where roundings are independent, and by {worst:.1e} at most; of n times as "
         "many tokens by n and by n^1.5 times that"
     )

@@ -29,7 +29,7 @@ from fastdp.untrusted import (
 Format = Literal["huggingface", "registry", "nist", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 #: Raised whenever the words of a form change: older pages are then not compared word by word, and `verify` says so.
-EXPORT_VERSION = 5
+EXPORT_VERSION = 6
 SUFFIXES: dict[Format, str] = {"huggingface": ".md", "registry": ".yaml", "nist": ".md", "html": ".html"}
 
 _BEGIN = re.compile(r"fastdp-card (\w+) (\d+) begin")
@@ -166,7 +166,8 @@ def _huggingface(card: Mapping[str, Any]) -> str:
     lines += [f"**{line}**" if promised else line for line in page.headlines(shown)]
     lines += ["", page.mechanism_sentence(shown), "", *page.meaning_lines(shown), *page.remark_lines(shown, "###")]
     lines += [
-        "`fastdp verify README.md` works these figures out again from the card below; `--weights .` looks at the weights too.",
+        "`fastdp verify README.md` works these figures out again from the card below; `--weights .` looks at the weights too. "
+        + page.STATED,
         "",
         "<details><summary>Card</summary>",
         "",
@@ -325,7 +326,8 @@ def _html(card: Mapping[str, Any]) -> str:
     for title, text in sections:
         parts.append(f"<details><summary>{escape_html(title)}</summary><pre>{escape_html(text)}</pre></details>")
     parts.append(
-        "<p><code>fastdp verify</code> works the figures out again from this page, which carries the card.</p>"
+        "<p><code>fastdp verify</code> works the figures out again from this page, which carries the card. "
+        f"{escape_html(page.STATED)}</p>"
     )
     body = "\n".join(parts)
     return (

@@ -22,6 +22,8 @@ _LISTS = (
     ("Not protected", "unprotected"),
     ("Notes", "notes"),
 )
+#: What no verification makes out.
+STATED = "Other settings, names and counts are its maker's statements."
 #: More entries than this get a section of their own.
 _INLINE = 8
 
@@ -186,7 +188,7 @@ def markdown(card: Mapping[str, Any]) -> str:
     lines += [f"How: {mechanism_sentence(card)}", "", *meaning_lines(card)]
     rows, _ = facts(card)
     lines += [*table(("", ""), rows), *remark_lines(card, "##")]
-    lines += ["`fastdp verify` works its figures out again from the JSON card beside this page.", ""]
+    lines += [f"`fastdp verify` works its figures out again from the JSON card beside this page. {STATED}", ""]
     for title, text in sections:
         lines += [f"## {escape_markdown(title)}", "", "```json", text, "```", ""]
     return "\n".join(lines)

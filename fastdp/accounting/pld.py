@@ -324,9 +324,8 @@ def epsilon_at(flat: Flat, delta: float, adjacency: Adjacency, interval: float) 
     """Pessimistic epsilon at one discretisation; raises ValueError where rounding errors would decide it."""
     spare = power_rounding(flat)
     if 2 * spare > delta:
-        raise ValueError(
-            f"delta is {delta:g}: over this many releases rounding errors would decide; allow {2 * spare:.1g}"
-        )
+        way = f"allow {2 * spare:.1g}" if 2 * spare < 1 else "make fewer"
+        raise ValueError(f"delta is {delta:g}: over this many releases rounding errors would decide; {way}")
     return max((losses.epsilon(delta - spare)) for losses in distributions(flat, adjacency, interval))
 
 

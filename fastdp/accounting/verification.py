@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from fastdp.accounting.exports import read_export
 from fastdp.accounting.journal import LedgerError, read as read_records
 from fastdp.accounting.ledger import STEP, Ledger
 from fastdp.accounting.page import ENVELOPE, claims
+from fastdp.accounting.statements import GRID, contradiction, selection_of
 from fastdp.accounting.weights import digests_of, model_files
 from fastdp.untrusted import MAX_CARD, check_values, parse_json_object, quote, read_bytes
 
@@ -248,10 +251,31 @@ def _check_facts(card: Mapping[str, Any]) -> None:
             raise _Refused(f"the card states {name} {quote(stated)}, but the bound of a unit is {of_a_unit!r}")
     if settings.get("mechanism", mechanism.get("form")) != mechanism.get("form", settings.get("mechanism")):
         raise _Refused("the card states two forms of its mechanism")
+    if card["version"] == VERSION:
+        _check_form(card)
     source = card["noise_source"]
     known = source.get("generator") in ("ChaCha20", "ChaCha12") and source.get("key") == SYSTEM_KEY
     if (source or of_a_unit is not None) and source.get("key") != UNSAFE_KEY and not known:
         raise _Refused("the card is malformed: its noise_source names no generator and key that this package has")
+
+
+def _check_form(card: Mapping[str, Any]) -> None:
+    """Refuse names, digests and dates that are none, and what a card of its mechanism must state."""
+    digests = {"ledger_head": [card["ledger_head"]], "weights": card["weights"] or ()}
+    for name, found in digests.items():
+        if not all(each is None or re.fullmatch(r"[0-9a-f]{64}", str(each)) for each in found):
+            raise _Refused(f"the card is malformed: {name} is no digest")
+    try:
+        datetime.fromisoformat(card["created"])
+    except ValueError:
+        raise _Refused("the card is malformed: created is no date") from None
+    software = card["software"]
+    if not {"python", "fastdp"} <= software.keys() or not all(
+        re.match(r"\d|sha256:", str(v)) for v in software.values()
+    ):
+        raise _Refused("the card is malformed: its software names no versions")
+    if (reason := contradiction(card)) is not None:
+        raise _Refused(reason)
 
 
 def _check_run(card: Mapping[str, Any], flat: Flat) -> None:
@@ -281,6 +305,13 @@ def _check_run(card: Mapping[str, Any], flat: Flat) -> None:
             raise _Refused(f"the card states {needed} steps, but its event holds {counted} at that rate and multiplier")
     if flat.mu_squared < wanted.mu_squared * (1 - ROOM):
         raise _Refused(f"the card states {spent} steps, but its event holds fewer at that multiplier")
+    if (selection := selection_of(card)) is not None:
+        rate, multiplier, counts = selection
+        held = sum(n for q, z, n in flat.sampled if math.isclose(q, rate) and math.isclose(z, multiplier))
+        if held not in counts:
+            raise _Refused(
+                f"the card states a selection at noise multiplier {multiplier:g}, which its event does not hold"
+            )
 
 
 def _check_unsampled(card: Mapping[str, Any], flat: Flat) -> None:
@@ -318,6 +349,8 @@ def _check_stated(card: Mapping[str, Any]) -> None:
     follows = assumptions_of(*facts, source)
     if set(card["assumptions"]) & {*assumptions_of(*facts, {})} - {*follows}:
         raise _Refused("the card assumes what its secure_rounding makes needless")
+    if source.get("secure_rounding") and not any(str(each).startswith(GRID) for each in card["remaining"]):
+        raise _Refused(f"the card's remaining lacks what its secure_rounding says: {GRID}...")
     for name, sentences in (("assumptions", follows), ("unprotected", UNPROTECTED)):
         if lacking := [sentence for sentence in sentences if sentence not in card[name]]:
             raise _Refused(f"the card's {name} lack what its fields say: {lacking[0]}")
@@ -327,10 +360,14 @@ def _check_weights(card: Mapping[str, Any], folder: Path) -> None:
     named = card.get("weights")
     if not named:
         raise _Refused("the card holds no digest of weights, so it cannot be told whether these are the ones")
-    held = digests_of(folder)
+    sizes = digests_of(folder)
+    held = sizes.keys()
     missing = set(named) - held
     if missing:
         raise _Refused(f"{len(missing)} of the {len(set(named))} tensors that the card speaks of are not in {folder}")
+    trained = card["model"].get("trained_parameters") if "processes" in card.get("model", ()) else None
+    if trained is not None and trained != sum(map(sizes.__getitem__, named)):
+        raise _Refused(f"the card speaks of {trained:,} trained parameters, but its weights have another number")
     if stated := card.get("files"):
         _check_files(stated, folder)
 
@@ -430,10 +467,9 @@ def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str
     for claim in map(read_claim, claims(card)):
         if isinstance(claim, ExternalClaim):
             found.append(f"what {claim.card} certifies: {claim.promise}")
-    rests = {*ENVELOPE, *_GAUSSIAN, *(_RUN if "steps" in card else ()), *_CLAIMED}
-    described = [*([] if ledger else ["mechanism"]), *sorted(card.keys() - rests)]
-    if described:
-        found.append(f"settings and counts that nothing here recomputes: {', '.join(map(quote, described))}")
+    rests = {*ENVELOPE, *_GAUSSIAN, *(_RUN.keys() - {"model"} if "steps" in card else ()), *_CLAIMED}
+    described = ["created", "software", *([] if ledger else ["mechanism", "run_id"]), *sorted(card.keys() - rests)]
+    found.append(f"what its maker states, and nothing here recomputes: {', '.join(map(quote, described))}")
     if earlier := card.get("earlier_releases"):
         found.append(f"what {len(earlier)} earlier releases of the same data cost: their cards add to this one's")
     if not weights and "model" in card:

@@ -59,19 +59,21 @@ def model_files(folder: Path) -> dict[str, str]:
     return found
 
 
-def digests_of(folder: Path) -> set[str]:
-    """`digests` of every tensor in a folder's safetensors files, or in one such file."""
+def digests_of(folder: Path) -> dict[str, int]:
+    """Numbers of elements of every tensor in a folder's safetensors files, or in one such file, by its digest."""
     files = [folder] if folder.is_file() else sorted(folder.rglob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no .safetensors file, and weights of other formats cannot be compared")
     from safetensors import SafetensorError, safe_open
 
-    found: set[str] = set()
+    found: dict[str, int] = {}
     for file in files:
         try:
             open_regular(file).close()
             with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
-                found.update(_digest(opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
+                for name in opened.keys():  # noqa: SIM118
+                    tensor = opened.get_tensor(name)
+                    found[_digest(tensor)] = tensor.numel()
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             reason = "copy it again" if isinstance(error, SafetensorError) else error
             raise ValueError(f"{file} is no safetensors file that can be read: {reason}") from None

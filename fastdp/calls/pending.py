@@ -128,6 +128,12 @@ class PendingGradients:
         return made
 
 
+def users_hooks(parameter: torch.nn.Parameter) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """Hooks that the user registered on a parameter's gradient, the first first."""
+    every = (parameter._backward_hooks or {}).values()
+    return [hook for hook in every if not (isinstance(hook, partial) and hook.func is _make_way)]
+
+
 def _make_way(parameter: weakref.ref[torch.nn.Parameter], _gradient: torch.Tensor) -> None:
     """Take a pending gradient away, as torch adds one that a loop's own backward pass sends here in place."""
     own = parameter()

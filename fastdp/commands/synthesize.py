@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from fastdp.finetune import FinetuneConfig
     from fastdp.tables import Rows
 
-_COVERED = (
-    "these rows were drawn from weights that the run released, so its claim holds for them as it does for the weights "
-    "(post-processing); prompts are public"
-)
-
 
 @refusing
 def synthesize_command(
@@ -58,6 +53,7 @@ def synthesize_command(
     RUN: output folder of a finished `fastdp finetune` with task causal-lm.
     """
     from fastdp.accounting import Card
+    from fastdp.accounting.statements import SYNTHETIC
     from fastdp.audit.saved import load_saved, settings_of
     from fastdp.finetune.synthesis import Judge, TokenSampling, near_copies, synthesize
     from fastdp.tables import read_rows
@@ -85,7 +81,7 @@ def synthesize_command(
     if not rows:
         raise ValueError("the model wrote nothing but empty texts: train it longer, or raise max_new_tokens")
     files.write_rows(output, rows)
-    drawn_rows = {"rows": len(rows), "sha256": sha256(output.read_bytes()).hexdigest(), "statement": _COVERED}
+    drawn_rows = {"rows": len(rows), "sha256": sha256(output.read_bytes()).hexdigest(), "statement": SYNTHETIC}
     card = Card.load(run / "card.json").with_facts(synthetic=drawn_rows)
     written = card.save(output.with_name(f"{output.stem}.card"))
     console.print(f"{len(rows)} rows written to {output}, their card to {written[0]}", soft_wrap=True)

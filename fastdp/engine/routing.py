@@ -23,7 +23,7 @@ from fastdp.calls.randomness import unchanged
 from fastdp.distributed.ranks import RankLost
 from fastdp.engine.capture.trace import Trace, Tracer
 from fastdp.engine.errors import InnerBackward, OwnLoss, UnseenUse, UnsupportedUse, Untraceable
-from fastdp.engine.loss.boundary import Junction
+from fastdp.engine.loss.boundary import LACKS_LOSS, Junction
 from fastdp.engine.passes import ORDINARY, USES, Pass, Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import CaptureContext
@@ -296,7 +296,10 @@ class Routing:
         except Exception as error:
             passes.model.zero_grad(set_to_none=True)
             passes.forwards.unpatch()
-            return str(error) or type(error).__name__
+            if isinstance(error, UnsupportedUse | ValueError) and str(error) != LACKS_LOSS:
+                return str(error)
+            said = "" if str(error) == LACKS_LOSS else f" ({first_line(error)})"
+            return f"a function of the model's own takes no parameters by row{said}"
 
 
 def _weighted(ticket: Ticket) -> Ticket:

@@ -135,8 +135,8 @@ def _load(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[n
     if info["mismatched_keys"]:
         name, has, needs = min(info["mismatched_keys"])
         raise ConfigError(
-            f"{config.model} was trained for another task: its {name} is {list(has)}, and {config.task} needs {list(needs)}. "
-            "Give it its own labels, or save its body alone (model.base_model.save_pretrained)."
+            f"{config.model} does not fit: its {name} is {list(has)}, not {list(needs)}. "
+            "Give the labels that it was trained on, or save model.base_model alone."
         )
     lacking = {name.rpartition(".")[0] for name in info["missing_keys"]}
     heads = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in HEADS}

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 import fastdp.accounting as accounting
 import fastdp.accounting.renyi as renyi
 import fastdp.files as files
+from fastdp.accounting.statements import SEARCH_TIME
 from fastdp.audit.saved import load_saved
 from fastdp.data import Collator
 from fastdp.finetune.config import TYPES, ConfigError, FinetuneConfig, load_config
@@ -35,6 +36,7 @@ from fastdp.finetune.run import finetune
 from fastdp.finetune.tasks import cut_note, encode_rows, messages_column
 from fastdp.finetune.usage import add_usage
 from fastdp.ops import NoiseStream
+from fastdp.settings import TYPE_WORDS
 from fastdp.tables import Rows, read_rows
 
 #: Settings that may be searched: what a trial costs does not depend on them.
@@ -245,12 +247,14 @@ def _combinations(config: FinetuneConfig, candidates: Mapping[str, Sequence[Any]
             )
         if not values:
             raise ConfigError(f"no value of {name} is given")
+        for value in values:
+            try:
+                TYPES[name](value)
+            except (TypeError, ValueError):
+                raise ConfigError(f"{name} must be {TYPE_WORDS[TYPES[name]]}, not {value!r}") from None
     found = []
     for values in itertools.product(*candidates.values()):
-        try:
-            settings = {name: TYPES[name](value) for name, value in zip(candidates, values)}
-        except (TypeError, ValueError):
-            raise ConfigError(f"a candidate cannot be read: {dict(zip(candidates, values))}") from None
+        settings = {name: TYPES[name](value) for name, value in zip(candidates, values)}
         dataclasses.replace(config, **settings).check()
         found.append(settings)
     return found
@@ -333,7 +337,7 @@ def _publish(
             *own["assumptions"],
             "how many trials were made, and how long they took, stays secret: the best one alone is released",
         ],
-        unprotected=["how long the search took, which tells how many trials were made"],
+        unprotected=[SEARCH_TIME],
         remaining=own["remaining"],
         facts={
             "dataset_size": ledger.header["dataset_size"],

@@ -69,7 +69,8 @@ def _advice(config: FinetuneConfig, chat: bool) -> str:
     if chat:
         return "The tokenizer's chat template encodes conversations as training did."
     if config.task == "causal-lm":
-        return "The tokenizer of this folder encodes a prompt as training did: the base model's may not."
+        behind = f" Put {config.separator!r} behind each prompt." if config.prompt_column else ""
+        return f"The tokenizer of this folder encodes a prompt as training did: the base model's may not.{behind}"
     return "The tokenizer of this folder encodes texts as training did."
 
 

@@ -6,7 +6,8 @@ and callbacks are trl's; a training step is the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -139,6 +140,13 @@ class DPSFTTrainer(PrivateTraining, SFTTrainer):
         finally:
             if self._packs:
                 arguments.packing, arguments.eval_packing = True, eval_packing
+        given, kept = kwargs.get("train_dataset"), self.train_dataset
+        if isinstance(given, Sized) and isinstance(kept, Sized) and 0 < len(kept) < len(given):
+            warnings.warn(
+                f"{len(given) - len(kept)} of {len(given)} rows of train_dataset have no token to learn within max_length, and "
+                "are left out: raise it, or remove them",
+                stacklevel=2,
+            )
 
     def private_collator(self) -> Any:
         """trl's own, or one that packs."""

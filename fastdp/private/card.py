@@ -8,6 +8,7 @@ from typing import cast
 
 import fastdp.accounting as accounting
 from fastdp.accounting.card import among_units_in_words
+from fastdp.accounting.statements import TRUST
 from fastdp.distributed.pieces import full_tensor
 from fastdp.ops.grid import DISTANCE
 from fastdp.private.loader import PrivateLoader
@@ -18,7 +19,6 @@ from fastdp.private.stages import Stages
 from fastdp.private.steps import UNCHECKED
 from fastdp.verify import Checks
 
-_TRUST = "the data may be adversarial; the code that trained is honest{verified} (SECURITY.md)"
 _VERIFIED = ", and was verified on the first batch, on unusual ones and by a public schedule"
 _UNCHECKED_ROWS = (
     "no example reached another in the model or in the loop: nothing looked (self_check=False), and where one did the "
@@ -87,7 +87,7 @@ def training_card(
         flaws=stages.method.flaws(),
         notes=stages.method.notes(plan, ledger),
         assumptions=[
-            _TRUST.format(verified="" if unchecked or engine.isolated else _VERIFIED),
+            f"{TRUST}{'' if unchecked or engine.isolated else _VERIFIED} (SECURITY.md)",
             *([_UNCHECKED_ROWS] if unchecked else []),
             *([_DISCARDED_BATCHES] if ledger.noted(DISCARDED) is not None else []),
             *cast(Checks, engine.checks).sentences(),

@@ -11,6 +11,7 @@ import torch
 import fastdp.distributed.pieces as pieces
 import fastdp.ops as ops
 from fastdp.accounting.ledger import Ledger
+from fastdp.calls.pending import users_hooks
 from fastdp.distributed.ranks import Ranks
 from fastdp.engine.clip.axes import RankOne
 from fastdp.engine.clip.policy import Policy
@@ -107,6 +108,7 @@ class Release:
         """Record, add noise and set `.grad`, rounded to the parameter's dtype only after the noise is in.
 
         Parameters that were frozen later on get no gradient: their sums are let go of.
+        Hooks that the user registered on a parameter are called with its released gradient.
         ``update`` takes the parameters it can; their `.grad` stays None. ``sums`` is emptied: each other buffer becomes a
         gradient, or a copy of those ``aliased`` does, which are to be written to again, without noise.
         """
@@ -128,6 +130,9 @@ class Release:
                 axes.along(total, pieces.part(axes.rows, parameter) / self.expected_batch_size)
             total = total.to(parameter.dtype)
             parameter.grad = pieces.from_piece(total, parameter) if name in self._cut else total
+            for hook in users_hooks(parameter):
+                changed = hook(parameter.grad)
+                parameter.grad = parameter.grad if changed is None else changed
         sums.clear()
         self._count += 1
 
@@ -145,8 +150,8 @@ class Release:
         self, every: Sequence[str], sums: dict[str, torch.Tensor], policy: Policy, update: Update
     ) -> list[str]:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
-        masked = policy.masks.keys()
-        names = [name for name in every if name not in masked]
+        kept = {name for name in every if name in policy.masks or users_hooks(self.parameters[name])}
+        names = [name for name in every if name not in kept]
         parameters = [self.parameters[name] for name in names]
         totals = self._totals(names, sums)
         stds, groups = policy.stds or (0.0,), map(policy.group_of.get, names, itertools.repeat(0))
@@ -164,7 +169,7 @@ class Release:
             secure_rounding=self.secure_rounding,
         )
         sums.update({names[at]: totals[at] for at in left})
-        return [name for name in every if name in masked] + [names[at] for at in left]
+        return [name for name in every if name in kept] + [names[at] for at in left]
 
     def _add_noise(self, totals: Mapping[str, torch.Tensor], policy: Policy) -> None:
         stds, groups = policy.stds or (0.0,), policy.group_of

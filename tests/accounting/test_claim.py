@@ -225,7 +225,7 @@ def tensors():
 def test_digests_are_of_content_and_form_whatever_the_name(tmp_path):
     given = tensors()
     save_file({f"renamed.{name}": t.contiguous() for name, t in given.items()}, tmp_path / "w.safetensors")
-    assert digests_of(tmp_path) == set(digests(given.values()))
+    assert digests_of(tmp_path).keys() == set(digests(given.values()))
     assert digests_of(tmp_path / "w.safetensors") == digests_of(tmp_path)
     for name, other in (
         ("a", given["a"].reshape(3, 2)),
@@ -233,7 +233,7 @@ def test_digests_are_of_content_and_form_whatever_the_name(tmp_path):
         ("d", given["d"] + 1),
         ("a", given["a"].clone().fill_(math.nan)),
     ):
-        assert not set(digests([other])) & digests_of(tmp_path), name
+        assert not set(digests([other])) & digests_of(tmp_path).keys(), name
 
 
 def test_weights_that_the_card_does_not_speak_of_are_found(tmp_path):

@@ -12,15 +12,20 @@ from safetensors.torch import save_file
 from transformers import BertConfig, BertForSequenceClassification
 
 import fastdp
+import fastdp.accounting as accounting
 from fastdp.accounting import Card, verify
 from fastdp.accounting.card import digest
 from fastdp.accounting.claim import read_claim
 from fastdp.accounting.exports import FORMATS, SUFFIXES, export
 from fastdp.accounting.page import mechanism_sentence
+from fastdp.accounting.statements import SYNTHETIC
 from fastdp.commands.privacy import verify_command
+from fastdp.federated.config import FederatedConfig
+from fastdp.federated.reports import central_card, run_card
 from fastdp.methods import ewft
 from fastdp.methods.rapft import NoisyMap, PublicGradients
 from fastdp.methods.sap import CTI, PrivateBottom
+from fastdp.methods.votes import PrivateVotes
 from tests.engine.runs import Classifier, collate, examples, loader, logical_step
 from tests.tokenizers_for_tests import quickstart
 
@@ -118,13 +123,35 @@ def private_words(mechanism):
     return perturb(["Alice Smith lives in Paris, at alice@example.org"], tokenizer, table).card(), {}
 
 
-def federated():
-    from fastdp.federated.config import FederatedConfig
-    from fastdp.federated.reports import run_card
-
-    config = FederatedConfig(model="m", output="o", eval="e")
+def federated(central=False):
+    config = FederatedConfig(model="m", output="o", eval="e", rounds=2, fraction=0.5)
     config = dataclasses.replace(config, client_clip=1.0, client_noise_multiplier=1.0, dpsgd_epsilon=4.0)
-    return run_card(config, [], 40), {}
+    if not central:
+        return run_card(config, [{"void": False, "perplexity": 9.5}], 40), {}
+    model = accounting.dpsgd_model(1.0, config.fraction, "poisson", 2)
+    header = {"dataset_size": 40, "unit": "client", "adjacency": "add_remove"}
+    ledger = accounting.Ledger.create(None, header, event=model, budget_steps=2)
+    ledger.record()
+    return central_card(config, ledger, 40, [torch.zeros(3)]), {}
+
+
+def voted():
+    """Noised votes for candidates that a model behind an API wrote."""
+    votes = PrivateVotes(
+        [f"text {i}" for i in range(30)],
+        lambda texts: torch.tensor([[float(len(text))] for text in texts]),
+        rounds=2,
+        target_epsilon=2.0,
+        target_delta=1e-3,
+    )
+    votes.count({"": ["a", "b"]})
+    return votes.card(), {}
+
+
+def synthetic(folder):
+    """A run of which texts were drawn, as `fastdp synthesize` writes its card."""
+    card, others = central("DPSGD", folder)
+    return card.with_facts(synthetic={"rows": 3, "sha256": 64 * "0", "statement": SYNTHETIC}), others
 
 
 MAKE = {
@@ -138,6 +165,9 @@ MAKE = {
     "SelectivePerturbation": lambda folder: private_words("local"),
     "SelectivePerturbation, typed": lambda folder: private_words("typed"),
     "federated run": lambda folder: federated(),
+    "federated run, central": lambda folder: federated(central=True),
+    "private votes": lambda folder: voted(),
+    "synthetic texts": synthetic,
 }
 
 
@@ -211,10 +241,12 @@ def test_a_bound_made_smaller_is_found_whoever_renews_the_digest(made):
         assert "altered" not in result.reason
 
 
-#: What `verify` cannot know: sentences and versions; a count that only describes the model; and a plan that was not kept.
-FREE = {"assumptions", "created", "model", "notes", "remaining", "software", "unprotected", "weights"}
+#: Free text: sentences of which those that a mechanism or a field implies must stand, when and with what it was written.
+FREE = {"assumptions", "created", "notes", "remaining", "software", "unprotected", "weights"}
 #: Of a promise that another card certifies.
 EXTERNAL = {"certified_by", "promise", "unit"}
+#: Tables with entries of their makers' choice.
+OPEN = {("settings", "detector"), ("settings", "strengths"), ("mechanism", "labels")}
 
 
 def single_changes(value, path=()):
@@ -231,40 +263,127 @@ def single_changes(value, path=()):
         yield path, None
 
 
-def test_single_changes_that_nobody_finds_are_free_text_or_said_to_be_unchecked(made):
+def test_single_changes_that_nobody_finds_are_free_text_or_said_to_be_their_makers_statements(made):
     card, others = made
-    names = {kind: set() for kind in ("and counts", "of the mechanism")}
-    for entry in verify(card, **others).unchecked:
-        kind = next((kind for kind in names if entry.startswith(f"settings {kind}")), None)
-        if kind is not None:
-            names[kind] = {name.strip("'") for name in entry.partition(": ")[2].split(", ")}
-    allowed = FREE | names["and counts"]
-    tried, passed = 0, set()
+    begin = "what its maker states, and nothing here recomputes: "
+    stated = next(entry.removeprefix(begin) for entry in verify(card, **others).unchecked if entry.startswith(begin))
+    names = {name.strip("'") for name in stated.split(", ")}
+    of_mechanism = [each for each in verify(card, **others).unchecked if each.startswith("settings of the mechanism")]
+    tried, passed = 0, []
     for path, value in single_changes(json.loads(card.to_json())):
         forged = json.loads(card.to_json())
         place = forged
         for key in path[:-1]:
             place = place[key]
+        before = place[path[-1]]
         if value is None:
             del place[path[-1]]
         else:
             place[path[-1]] = value
         tried += 1
         if path != ("digest",) and verify({**forged, "digest": digest(forged)}, **others).holds:
-            passed.add(path)
+            passed.append((path, before, value))
     assert tried > 60
-    external = {("also", n, name) for n, claim in enumerate(card["also"]) for name in EXTERNAL & claim.keys()}
-    of_mechanism = {("mechanism", name) for name in names["of the mechanism"]}
-    found = {path for path in passed if path[0] not in allowed} - external - of_mechanism
-    assert found <= {("epsilon", "target"), *(path[:-1] for path in external), *([("also",)] if external else [])}
-    if "ledger" in others:
-        assert "mechanism" not in allowed
-        assert {path[1] for path in passed if path[0] == "model"} <= {
-            "bottom",
-            "name",
-            "processes",
-            "trained_parameters",
-        }
+    for path, before, value in passed:
+        if path[0] in FREE or path[:2] in OPEN:
+            continue
+        # No field can be left out or take a value of another kind: only another number, name or setting of its maker's.
+        assert value is not None or path == ("synthetic",), path
+        if value is None:
+            continue
+        assert type(value) is type(before), (path, value)
+        assert not isinstance(value, dict | list), (path, value)
+        assert path[0] in names or path in (("epsilon", "target"), ("steps", "planned")) or of_mechanism, path
+        if "ledger" in others and path[0] == "mechanism":
+            assert repr(path[1]) in of_mechanism[0]
+
+
+#: What other fields of a card contradict: a path, another value, and words of the refusal, without a ledger.
+CONTRADICTED = {
+    "DPSGD": [
+        ("model trained_parameters", 67, "trained parameters, but its weights have another number"),
+        ("weights", ["0" * 64], "1 of the 1 tensors"),
+        ("remaining", [], "remaining lacks"),
+        ("unit", "person", "which DP-SGD does not protect"),
+        ("created", "yesterday", "created is no date"),
+        ("software", {}, "names no versions"),
+    ],
+    "Rap-FT": [
+        ("mechanism mask noise_multiplier", 4.0, "a selection at noise multiplier 4"),
+        ("mechanism mask sample_rate", 0.25, "a selection at noise multiplier 2"),
+        ("mechanism mask kind", "public", "relevance map is not described"),
+        ("mechanism allocation", "axes", "axes_power is not that of its allocation"),
+        ("mechanism irrelevance_ratio", None, "irrelevance_ratio is missing, or of the wrong type"),
+    ],
+    "DP-FROST": [
+        ("mechanism selection_noise_multiplier", 1.0, "a selection at noise multiplier 1"),
+        ("mechanism selection_steps", 3, "a selection at noise multiplier 2"),
+        ("mechanism choose_by", "values", "choose_by is missing, or of the wrong type"),
+    ],
+    "EW-FT": [
+        ("sampling", "poisson", "sampling lacks"),
+        ("unprotected", [], "unprotected lacks"),
+        ("notes", [], "notes lacks"),
+    ],
+    "EW-FT, codebook": [
+        ("mechanism kept", 0.9, "share of codes"),
+        ("mechanism cells", 3, "share of codes"),
+        ("released_records", 9, "more released records"),
+        ("unprotected", [], "unprotected lacks what codebook states"),
+        ("mechanism name", "own", "states what DP-Forward leaves unprotected"),
+    ],
+    "TextPrivatizer": [
+        ("eta", None, "but eta None"),
+        ("policy unknown", "keep", "policy.unknown is missing, or of the wrong type"),
+        ("assumptions", [], "assumptions lacks"),
+        ("nats_per_distance", 2.0, "nats_per_distance is not its bound"),
+        ("displacement unchanged", 1.5, "a share of tokens above 1"),
+    ],
+    "TextPrivatizer, counted": [
+        ("also", [], "claims are not those of its counts"),
+        ("also 0 unit", "word", "the unit of counts"),
+        ("mechanism cti tilt", None, "settings of another form"),
+    ],
+    "TextPrivatizer, quotient": [("mechanism cti form", "prior", "is not that of the mechanism quotient")],
+    "PrivateBottom": [("mechanism bottom_trained", True, "a trained bottom"), ("unprotected", [], "unprotected lacks")],
+    "SelectivePerturbation": [
+        ("settings budget", "text", "not that of a budget of each text"),
+        ("tokens private", 16, "counts of texts and private tokens"),
+        ("mean_of_a_text", 1.0, "counts of texts and private tokens"),
+        ("settings name", "another", "settings are not those of its mechanism"),
+        ("unprotected", [], "unprotected lacks"),
+    ],
+    "SelectivePerturbation, typed": [
+        ("settings replacement", "none", "how tokens of one type"),
+        ("notes", [], "notes lacks"),
+    ],
+    "federated run": [
+        ("settings dpsgd_epsilon", 2.0, "is not that of its settings"),
+        ("settings budget", "text", "is not that of its settings"),
+        ("settings client_noise_multiplier", 3.0, "is not that of its settings"),
+        ("updates", {"accepted": 3}, "how many updates came"),
+        ("notes", [], "how many updates came"),
+        ("settings perturbation", "none", "claims are not those of its settings"),
+        ("also", [], "claims are not those of its settings"),
+        ("trusted", [], "sentences are not those of its settings"),
+        ("rounds", 2, "counts of rounds"),
+    ],
+    "private votes": [("assumptions", [], "assumptions lacks"), ("sampling", "poisson", "sampling lacks")],
+    "synthetic texts": [("synthetic rows", -1, "synthetic texts are not described")],
+}
+
+
+def test_what_other_fields_contradict_is_found(made, request):
+    card, others = made
+    for path, value, said in CONTRADICTED.get(request.node.callspec.params["made"], ()):
+        forged = json.loads(card.to_json())
+        place, keys = forged, [int(key) if key.isdigit() else key for key in path.split()]
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+        result = verify({**forged, "digest": digest(forged)}, weights=others.get("weights"))
+        assert not result.holds, path
+        assert said in result.reason, (path, result.reason)
 
 
 @pytest.mark.parametrize("path", [("eta",), ("displacement", "eta"), ("epsilon_of_a_token",), ("mechanism", "epsilon")])

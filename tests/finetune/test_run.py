@@ -215,6 +215,7 @@ def test_the_example_s_card_and_account_are_of_people(model_folder, functions, t
     assert card["unit"] == "user (at most 4 examples)"
     people = len(set(read_rows(functions / "functions.csv", "latin-1").column("module", "")))
     assert card["dataset_size"] == people > 8
+    assert load_config(tmp_path / "run" / "config.yaml").labels == ["no", "yes"]
     event = dpsgd(result.noise_multiplier, 4 / people, result.steps)
     assert result.epsilon == pytest.approx(epsilon(event, 1e-2), rel=1e-6)
     assert result.epsilon <= 8
@@ -226,7 +227,9 @@ def test_an_example_of_several_prompt_columns_trains_on_its_files(model_folder, 
     sizes = {"max_length": 48, "epochs": 1, "batch_size": 16, "samples": 0, "output": str(tmp_path / "run")}
     finetune(load_config(EXAMPLES / f"{name}.yaml", settings | sizes))
     card = json.loads((tmp_path / "run" / "card.json").read_text())
-    assert card["dataset_size"] == len(read_rows(functions / "messages.jsonl"))
+    table = read_rows(functions / train, "utf-16" if name == "alpaca" else None)
+    assert card["dataset_size"] == len(table) == len(read_rows(functions / "messages.jsonl"))
+    assert name == "alpaca" or set(table.column("kind", "prompt_column")) == {"class", "function"}
 
 
 def test_a_method_with_two_blocks_takes_people(notes, files):

@@ -12,6 +12,7 @@ import pytest
 import transformers
 
 from fastdp.accounting import Card, Ledger, epsilon, renyi, verify
+from fastdp.accounting.card import digest
 from fastdp.finetune import judges, tune as tuning
 from fastdp.finetune.config import ConfigError
 from fastdp.finetune.tune import best_of, tune
@@ -51,6 +52,9 @@ def test_a_search_releases_the_best_trial_and_its_card(config, model_folder, tmp
     # What one trial costs is much less than what was paid.
     assert epsilon(card.claims[0].event.alternatives[0], 1e-3) < 0.7 * found.epsilon
     assert card["tuning"]["won"] == found.settings
+    for name in card["tuning"]:
+        forged = {**card, "tuning": {key: value for key, value in card["tuning"].items() if key != name}}
+        assert f"tuning.{name} is missing" in verify({**forged, "digest": digest(forged)}).reason
     text = (output / "card.md").read_text()
     assert "best of a secret number" in text
     # Nothing else stays: neither trials nor what tells how many there were.
@@ -138,7 +142,7 @@ def test_an_interrupted_search_goes_on_and_pays_no_more(config, tmp_path, monkey
         ({"private_metrics": 1.0}, {}, "no curves"),
         ({}, {"candidates": {"batch_size": [8, 16]}}, "batch_size cannot be searched"),
         ({}, {"candidates": {"learning_rate": []}}, "no value"),
-        ({}, {"candidates": {"learning_rate": ["fast"]}}, "cannot be read"),
+        ({}, {"candidates": {"learning_rate": ["fast"]}}, "learning_rate must be a number, not 'fast'"),
         ({}, {"candidates": {"learning_rate": [-1.0]}}, "learning_rate is -1.0: it must be greater"),
         ({}, {"trials": 1.0}, "more than 1"),
         ({}, {"shape": -1.0}, "above -1"),

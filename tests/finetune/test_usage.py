@@ -94,6 +94,7 @@ def test_the_page_of_a_causal_model_asks_it_as_training_did(config, files, model
     folder = tmp_path / "run" / ("model" if kind in ("full", "bitfit") else "adapter")
     assert verify(folder / "README.md").guarantee
     table = read_rows(files / "pairs.csv")
+    assert r"Put '\n' behind each prompt." in (folder / "README.md").read_text()
     # The tiny model has room for so many.
     code = snippet(folder, model_folder).replace("a text", table.rows[0]["mr"]).replace("=64", "=8")
     said = io.StringIO()

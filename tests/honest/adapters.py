@@ -60,12 +60,19 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix_tuning": ("PrefixTuning", {**_TASK, "num_virtual_tokens": 3}),
     "lokr": ("LoKr", _QV),
     "vera": ("Vera", {"r": 4, "target_modules": ["q_proj"]}),
+    "vector_bank": ("VBLoRA", {**_QV, "vector_length": 8, "num_vectors": 8, "topk": 2}),
+    "reflections": ("HRA", _QV),
+    "shared_shards": ("Miss", _QV),
     "layer_norm_tuning": ("LNTuning", {**_TASK, "target_modules": ["norm"]}),
 }
 #: Methods that multiply by a matrix made of parameters, whose factors no product of activations gives.
 MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "loha": ("LoHa", _QV),
     "oft": ("OFT", {"r": 2, "oft_block_size": 0, "target_modules": _ATTENTION}),
+    "boft": ("BOFT", {"boft_block_size": 4, "target_modules": _ATTENTION}),
+    "circular_convolutions": ("C3A", {"block_size": 4, "target_modules": _ATTENTION}),
+    "random_bases": ("RandLora", {"r": 4, "target_modules": ["q_proj"]}),
+    "spectral": ("FourierFT", {"n_frequency": 20, "target_modules": _ATTENTION}),
 }
 
 

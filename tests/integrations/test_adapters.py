@@ -28,6 +28,22 @@ def randomise(model):
             parameter.data.normal_(0, 0.3, generator=generator)
 
 
+@pytest.mark.parametrize(
+    "config", [peft.C3AConfig(block_size=4), peft.RandLoraConfig(r=4), peft.BOFTConfig(boft_block_size=4)]
+)
+def test_an_adapter_with_a_function_of_its_own_is_told_so(config):
+    """Its own backward pass, or shapes, take no parameters by row: no loss is missing, and no error of torch stands alone."""
+    config.target_modules = ["q_proj"]
+    model = peft.get_peft_model(build("opt"), config)
+    rows = [{"input_ids": torch.arange(3, 11) + i, "labels": torch.arange(3, 11) + i} for i in range(16)]
+    data = loader(rows, batch_size=8, collate_fn=transformers.default_data_collator)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    private = fastdp.make_private(model, optimizer, data, noise_multiplier=1.0, target_delta=1e-3, epochs=1)
+    with pytest.warns(UserWarning, match="a function of the model's own takes no parameters by row"):
+        logical_step(private)
+    private.detach()
+
+
 def gpt_neox():
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, vocab_size=64))

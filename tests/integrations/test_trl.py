@@ -280,6 +280,13 @@ def test_rows_that_trl_cannot_read_are_named(
         trainer_of(trainer, tmp_path, tokenizer, rows, **dict(zip(["dataset_text_field"], settings)))
 
 
+def test_rows_without_an_answer_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "a " * (200 if i % 3 == 0 else 1), "completion": " b"} for i in range(18)]
+    with pytest.warns(UserWarning, match="6 of 18 rows of train_dataset have no token to learn within max_length"):
+        trainer = trainer_of(fastdp.DPSFTTrainer, tmp_path, tokenizer, rows)
+    assert len(trainer.train_dataset) == 12
+
+
 def test_packing_keeps_examples_whole_and_numbers_their_tokens() -> None:
     examples = [{"input_ids": [9] * n, "labels": [-100] + [9] * (n - 1)} for n in (3, 4, 2, 9, 1)]
     packed = PackingCollator(pad_token_id=0, max_length=7)(examples)

@@ -53,6 +53,21 @@ def test_a_schedule_stepped_each_micro_batch_advances_once_a_release(before: boo
     assert optimizer.param_groups[0]["lr"] == 0.5**8, "a detached optimizer's schedule is its loop's again"
 
 
+@cases("optimizer", [torch.optim.SGD, fastdp.optim.AdamW])
+def test_a_hook_on_a_parameter_is_called_with_its_released_gradient(optimizer: Any) -> None:
+    """As wandb.watch logs gradients, and as OSF, or a table of which new tokens alone are trained, changes them."""
+    model, seen = Classifier(), []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
+    trained[0].register_hook(lambda gradient: torch.zeros_like(gradient))
+    trained[1].register_hook(lambda gradient: seen.append(float(gradient.abs().sum())))
+    private = start(model, optimizer=optimizer(model.parameters(), lr=0.1, weight_decay=0.0), **PRIVATE)
+    spend(private)
+    assert len(seen) == private.total_steps
+    assert all(seen)
+    assert [bool((p != was).any()) for p, was in zip(trained, before)] == [False] + [True] * (len(trained) - 1)
+
+
 def test_a_schedule_does_not_count_releases_from_before_it_was_made() -> None:
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -14,6 +14,8 @@ from fastdp.calls.batches import map_tensors, tensors
 from fastdp.engine.uses.logits import Logits
 from fastdp.engine.uses.use import ForbidBackward, Use
 
+LACKS_LOSS = "the model returned no loss of what is trained: pass labels to it, or give make_private criterion="
+
 
 class Junction:
     """Where the backward passes of one batch's forward passes meet: autograd comes here after all that a loss is made of.
@@ -190,9 +192,7 @@ def find_loss(output: Any, *, only: bool = False) -> torch.Tensor | None:
 def require_loss(output: Any, *, only: bool = False) -> torch.Tensor:
     """The scalar loss in what a model returned; ValueError where there is none."""
     if (loss := find_loss(output, only=only)) is None:
-        raise ValueError(
-            "the model returned no loss of what is trained: pass labels to it, or give make_private criterion="
-        )
+        raise ValueError(LACKS_LOSS)
     return loss
 
 

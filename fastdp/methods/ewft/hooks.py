@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fastdp.accounting as accounting
+from fastdp.accounting.statements import SEQUENCES
 from fastdp.calls.batches import map_leaves, tensors
 from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import unchanged
@@ -22,10 +23,6 @@ from fastdp.methods.public import PublicText
 from fastdp.ops.stream import NoiseStream
 from fastdp.validate import integer, one_of
 
-_UNPROTECTED = (
-    "labels: the guarantee covers a sequence, not the label that comes with it",
-    "which sequence belongs to whom, and when it is used",
-)
 _QUERIES = "no training record was among the inference queries, whose releases the figure leaves out: nobody checked"
 
 
@@ -299,7 +296,7 @@ class LayerReleases(Releases, ABC):
     def unprotected(self) -> tuple[str, ...]:
         """For the card."""
         public = self._place.lengths == "public"
-        return (*_UNPROTECTED, *(("the length of each sequence",) if public else ()))
+        return (*SEQUENCES, *(("the length of each sequence",) if public else ()))
 
 
 def _other_tokens(path: tuple[Any, ...], given: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import fastdp.accounting as accounting
+from fastdp.accounting.statements import LOCAL_GUARANTEE, ONE_SEQUENCE
 from fastdp.methods.blocks import Layer, layer_name
 from fastdp.methods.ewft.hooks import LayerReleases, NoisePlace
 from fastdp.methods.ewft.pooled import Codebook, Codes, pool_rows
@@ -112,7 +113,7 @@ class PureEWFT(LayerReleases):
         return math.inf if self.stream.reproducible else self.mechanism.epsilon * queries
 
     def claim(self) -> accounting.Pure:
-        return accounting.Pure("one user's sequence", self.mechanism.epsilon, units=1)
+        return accounting.Pure(ONE_SEQUENCE, self.mechanism.epsilon, units=1)
 
     def figure(self) -> str:
         return f"epsilon {self.mechanism.epsilon:g} without a delta for one user's sequence (local)"
@@ -134,7 +135,7 @@ class PureEWFT(LayerReleases):
             flaws=self.flaws(),
             assumptions=self.assumptions(),
             notes=(
-                "local differential privacy: the figure holds against whoever receives what is told",
+                f"{LOCAL_GUARANTEE}what is told",
                 f"each inference query tells as much again about the sequence in it; {self.inference_releases} were made",
             ),
             unprotected=self.unprotected(),

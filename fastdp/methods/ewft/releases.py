@@ -16,6 +16,7 @@ import fastdp.accounting as accounting
 import fastdp.ops as ops
 from fastdp.accounting.event_types import DpEvent
 from fastdp.accounting.ledger import STEP
+from fastdp.accounting.statements import LOCAL_GUARANTEE, ONE_SEQUENCE, UNSAMPLED
 from fastdp.methods.blocks import Layer, layer_name
 from fastdp.methods.ewft.autoencoder import StackedAutoencoder, train_autoencoder
 from fastdp.methods.ewft.hooks import LayerReleases, NoisePlace
@@ -25,7 +26,6 @@ from fastdp.methods.public import PublicText, describe_origin
 from fastdp.ops.grid import DISTANCE
 from fastdp.validate import instance, one_of, positive
 
-_SAMPLING = "none claimed: the receiver sees which release is whose"
 _UNCHECKED = (
     "each record was used at most once an epoch: nobody checked, since the run was allowed to go without example_ids"
 )
@@ -90,7 +90,7 @@ class EWFTSettings(NoisePlace):
             "dataset_size": self.dataset_size,
             "unit": "one user's sequence",
             "adjacency": "replace_one",
-            "sampling": _SAMPLING,
+            "sampling": UNSAMPLED,
             "noise_std_over_max_norm": list(self.noise.ratios),
             "noise_multiplier": self.noise.ratios[-1],
             "sequence_length": self.sequence_length,
@@ -379,9 +379,9 @@ class EWFT(LayerReleases):
                 "public_text": [text.describe() for text in self.settings.public_texts] or describe_origin(None),
                 **dict(noise.settings),
             },
-            unit="one user's sequence",
+            unit=ONE_SEQUENCE,
             adjacency="replace_one",
-            sampling=_SAMPLING,
+            sampling=UNSAMPLED,
             dataset_size=self.settings.dataset_size,
             noise_multiplier=noise.ratios[-1],
             event=self.event(),
@@ -401,7 +401,7 @@ class EWFT(LayerReleases):
             else [],
             assumptions=(*((_UNCHECKED,) if self.settings.unchecked_records else ()), *self.assumptions()),
             notes=(
-                "local differential privacy: the figure holds against whoever receives the perturbed sequences",
+                f"{LOCAL_GUARANTEE}the perturbed sequences",
                 f"each inference query is a further release of epsilon {query} about the "
                 f"sequence in it; {self.inference_releases} were made",
             ),

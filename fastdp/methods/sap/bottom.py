@@ -9,13 +9,9 @@ from torch import Tensor, nn
 
 import fastdp.ops as ops
 from fastdp.accounting import Card, Metric, noise_source
+from fastdp.accounting.statements import NOISED_ROWS, ONE_TEXT, PUBLIC_BOTTOM, TRAINABLE
 from fastdp.methods.sap.importance import check_eta
 from fastdp.ops.stream import NoiseStream
-
-_TRAINABLE = (
-    "the bottom is trained: every pass releases each text anew, and at the bottom's new weights, which are computed from "
-    "the texts without noise and shape what is released of every other text"
-)
 
 
 def add_dchi_noise(rows: Tensor, eta: float, stream: NoiseStream) -> Tensor:
@@ -72,14 +68,11 @@ class PrivateBottom:
         """The card of a text that was sent ``releases`` times."""
         distance = "the sum over positions of the distance of the hidden rows"
         return Card.of(
-            Metric("one text, among texts of its length", self.eta, releases=releases, distance=distance),
+            Metric(ONE_TEXT, self.eta, releases=releases, distance=distance),
             mechanism={"name": "multivariate Laplace noise on hidden rows", "bottom_trained": self.trainable},
             noise_source=noise_source(self.stream.reproducible, rounds=self.stream.rounds),
-            flaws=(_TRAINABLE,) if self.trainable else (),
-            assumptions=(
-                "the bottom's weights are public",
-                "nobody observes the noisy rows at a precision that exposes floating-point rounding",
-            ),
-            unprotected=("the length of each text", "labels, and gradients of the output layer"),
+            flaws=(TRAINABLE,) if self.trainable else (),
+            assumptions=PUBLIC_BOTTOM,
+            unprotected=NOISED_ROWS,
             facts={"eta": self.eta, "rows_released": self.rows_released},
         )

@@ -23,6 +23,7 @@ from torch import Tensor
 import fastdp.accounting as accounting
 import fastdp.files as files
 from fastdp.accounting.event_types import DpEvent
+from fastdp.accounting.statements import COUNTED_TEXT, NOISED_COUNTS
 from fastdp.methods.public import PublicText, describe_origin
 from fastdp.methods.removed import replace_removed
 from fastdp.methods.sap.importance import (
@@ -211,7 +212,7 @@ class CTI:
         """The claim of noised counts, for one text with its label; None where no noise was added."""
         if isinstance(self.source, str):
             return None
-        return accounting.Gaussian("text with its label, added or removed", "add_remove", self.source, self.delta)
+        return accounting.Gaussian(COUNTED_TEXT, "add_remove", self.source, self.delta)
 
     def epsilon_of_counts(self) -> float:
         """What the counts cost at ``delta``, for one text with its label, added or removed; inf for `private` ones."""
@@ -241,6 +242,6 @@ class CTI:
             "c0": middle_importance(self.importance) if self.form == "paper" else None,
             "cells": None if self.cells is None else int(self.cells.max()) + 1,
             "supported_tokens": int(self.supported.sum()),
-            "counts": self.source if isinstance(self.source, str) else "private texts, with noise",
+            "counts": self.source if isinstance(self.source, str) else NOISED_COUNTS,
             "public_text": describe_origin(self.origin) if self.source == "public" else None,
         }

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fastdp.ops as ops
 from fastdp.accounting import Card, Metric, Pure, noise_source
 from fastdp.accounting.serialisation import canonical
+from fastdp.accounting.statements import ONE_TOKEN, PUBLIC_TABLE, REPLACED_TOKENS
 from fastdp.accounting.weights import value_bytes
 from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.exact import lipschitz, log_normalisers
@@ -31,13 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Output = Literal["text", "ids"]
-
-_UNPROTECTED = (
-    "the number of tokens of each text",
-    "where an encoder put opening, closing, separating and padding tokens",
-    "labels, and gradients of the output layer, from which labels can be read",
-    "what several tokens say together: the bounds of a text's tokens add up",
-)
 
 
 @dataclass(frozen=True)
@@ -460,12 +454,12 @@ class TextPrivatizer(Releases):
             also=() if counts is None else (counts,),
             flaws=self.flaws(),
             assumptions=(
-                "the embedding table is public, and does not depend on the texts",
+                PUBLIC_TABLE,
                 "each text is released once: E releases of a text cost E times the bound"
                 if releases == 1
                 else f"no text is released more than {releases} times, for which the bound stands",
             ),
-            unprotected=_UNPROTECTED,
+            unprotected=REPLACED_TOKENS,
             facts={
                 **({"eta": self.eta} if self._quotient is None else {"epsilon_of_a_token": self.epsilon_of_a_token}),
                 "nats_per_distance": self._nats if self._nats is not None and math.isfinite(self._nats) else None,
@@ -485,14 +479,13 @@ class TextPrivatizer(Releases):
 
     def claim(self) -> Pure:
         """Of one token: the quotient's epsilon; otherwise, for each unit of distance, eta or what it was found to cost."""
-        unit = "one token, with the other tokens of its text given"
         if self.epsilon_of_a_token is not None:
-            return Pure(unit, self.epsilon_of_a_token)
+            return Pure(ONE_TOKEN, self.epsilon_of_a_token)
         distance = "distance of the tokens' rows"
         if self.cti is not None and self.cti.form == "paper":
             distance += " of equal eta, and nothing between others"
         found = self._nats is not None and math.isfinite(self._nats)
-        return Metric(unit, float(self._nats or 0.0) if found else self._eta, distance=distance)
+        return Metric(ONE_TOKEN, float(self._nats or 0.0) if found else self._eta, distance=distance)
 
     @property
     def in_short(self) -> str:

@@ -5,32 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastdp.accounting import Card, Pure, noise_source
+from fastdp.accounting import Card, noise_source
+from fastdp.accounting.statements import PAPER_FLAWS, SELECTED_TOKENS, WITHIN_A_TYPE, token_claim
 from fastdp.methods.selective.quality import DetectorQuality
-
-PAPER_FLAWS = (
-    "the paper's candidates depend on the token: what one token can become, another cannot, so no epsilon holds",
-    "a token without a neighbour within the radius is sent as it is",
-)
-#: Of the typed cells, beside the epsilon between them.
-_WITHIN_A_TYPE = "private tokens of one public type have the same law of replacements: between them epsilon is 0"
-_UNPROTECTED = (
-    "private text that the detector missed, and all text that it left alone",
-    "which tokens are private, how many there are, and into how many pieces the tokenizer cuts a private word",
-    "what the words around a private token tell about it, and a secret that several tokens or texts repeat",
-    "the detector's and the tokenizer's settings, and the embedding table: they must be public",
-)
-
-
-def token_claim(budget: str, epsilon: float, most_tokens: int | None) -> Pure:
-    """What is promised of each private token, or of those of a text if they share its budget.
-
-    ``most_tokens`` is how many private tokens one text has at most; None where that is not known.
-    """
-    shared = budget == "text"
-    whose = "the private tokens of each text together, each" if shared else "each private token,"
-    units = min(most_tokens, 1) if shared and most_tokens is not None else most_tokens
-    return Pure(f"{whose} among all tokens of the vocabulary", epsilon, units)
 
 
 @dataclass(frozen=True)
@@ -69,9 +46,9 @@ class PerturbedTexts:
             mechanism={"name": self.settings["name"], "form": form},
             noise_source=noise_source(self.reproducible, rounds=self.rounds),
             flaws=PAPER_FLAWS if form == "paper" else (),
-            unprotected=_UNPROTECTED,
+            unprotected=SELECTED_TOKENS,
             notes=(
-                *((_WITHIN_A_TYPE,) if form == "typed" else ()),
+                *((WITHIN_A_TYPE,) if form == "typed" else ()),
                 *(() if private else ("the detector found no private token: nothing was perturbed",)),
                 f"the detector's miss rate: {_miss_rate(quality)}",
             ),

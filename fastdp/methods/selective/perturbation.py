@@ -20,13 +20,14 @@ import fastdp.files as files
 from fastdp.accounting import Card, Claim
 from fastdp.accounting.claim import read_claim
 from fastdp.accounting.serialisation import canonical
+from fastdp.accounting.statements import PAPER_FLAWS
 from fastdp.accounting.witness import count_release
 from fastdp.locks import Lock
 from fastdp.methods.encoding import ADDED, encode_private
 from fastdp.methods.perturbation import Releases
 from fastdp.methods.removed import replace_removed
 from fastdp.methods.sap.vocabulary import table_of
-from fastdp.methods.selective.card import PAPER_FLAWS, PerturbedTexts
+from fastdp.methods.selective.card import PerturbedTexts
 from fastdp.methods.selective.infill import infill
 from fastdp.methods.selective.mechanism import FORMS, TokenMechanism, diameter_bound, public_radius
 from fastdp.methods.selective.rules import RuleDetector

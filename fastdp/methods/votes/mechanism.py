@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fastdp.accounting as accounting
 from fastdp.accounting.ledger import STEP
+from fastdp.accounting.statements import EVERY_ROUND, PUBLIC_CANDIDATES
 from fastdp.ops import NoiseStream, add_noise_, snap
 from fastdp.ops.grid import DISTANCE
 from fastdp.validate import instance, integer, number
@@ -149,7 +150,7 @@ class PrivateVotes:
             mechanism={"name": "private votes", "labels": self.labels},
             unit="example",
             adjacency="add_remove",
-            sampling="none: every record votes in every round",
+            sampling=EVERY_ROUND,
             dataset_size=len(self._records),
             noise_multiplier=self.noise_multiplier,
             event=self.ledger.event(),
@@ -161,9 +162,7 @@ class PrivateVotes:
             ledger_head=self.ledger.head,
             noise_source=accounting.noise_source(self._stream.reproducible, True, self._stream.rounds),
             model={"name": "behind an API", "trained_parameters": 0},
-            assumptions=[
-                "candidates, labels and the encoder are public: none was made from the private records but by votes"
-            ],
+            assumptions=[PUBLIC_CANDIDATES],
             remaining=[accounting.rounded_to_grid(DISTANCE * spent)],
         )
 
