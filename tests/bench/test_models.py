@@ -13,8 +13,9 @@ def test_the_page_shows_the_committed_figures():
     assert models.page(FIGURES) == (ROOT / "docs" / "models.md").read_text()
 
 
-def test_every_model_that_is_tried_has_its_row():
+def test_every_model_that_is_tried_has_its_row_and_is_exact():
     assert list(FIGURES) == list(models.cases())
+    assert max(found["error"] for own in FIGURES.values() for found in own.values() if found) < models.EXACT
 
 
 def test_a_row_is_what_a_step_gives():
