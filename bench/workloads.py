@@ -296,6 +296,7 @@ def private_step(
     self_check: bool = False,
     noise_rounds: int = 20,
     two_pass: bool | None = None,
+    isolation: str | None = None,
 ) -> Callable[[], int]:
     """A function that takes one private step, with torch's AdamW or that which fuses noise and update.
 
@@ -307,14 +308,14 @@ def private_step(
     if case.logical:
         privacy |= {"sampling": "poisson", "epochs": 100, "unsafe_seed": 1, "max_physical_batch_size": case.rows}
     # Some later batches are verified, at most 1% of a run (`fastdp.verify`), and single steps would bear that time.
-    privacy["self_check"] = self_check
+    privacy |= {"self_check": self_check, "two_pass": two_pass, "isolation": isolation}
     trained = [p for p in model.parameters() if p.requires_grad]
     if fused:
         optimizer: torch.optim.Optimizer = fastdp.optim.AdamW(trained, lr=LEARNING_RATE, moments=case.dtype)
     else:
         optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
     private = fastdp.make_private(
-        model, optimizer, loader_of(case), capture=capture, noise_rounds=noise_rounds, two_pass=two_pass, **privacy
+        model, optimizer, loader_of(case), capture=capture, noise_rounds=noise_rounds, **privacy
     )
     stream = batches(private.data_loader, trained[0].device)
 
