@@ -53,7 +53,7 @@ class _Checking:
             yield
             self._timed(watched.__exit__)(None, None, None)
 
-        Checks.watching = watch  # type: ignore[method-assign]
+        Checks.watching = watch  # type: ignore[assignment, method-assign]
 
     def _timed(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
