@@ -32,6 +32,8 @@ ISOLATED = {
     "gpt2 6x384, B=8, T=128": Case("gpt2", 6, 384),
     "bert 6x384, B=8, T=128": Case("bert", 6, 384),
     "llama 6x384, B=8, T=128": Case("llama", 6, 384, 1024),
+    "bert 6x384, B=32, T=16": Case("bert", 6, 384, rows=32, tokens=16),
+    "gpt2 2x64, B=8, T=32": Case("gpt2", 2, 64, vocabulary=1000, tokens=32),
 }
 _CPU = torch.device("cpu")
 
