@@ -395,8 +395,7 @@ def run(case: Case) -> Outcome:
             seen, given = policy.latest(rows, engine.route)
             zero = {n: p for n, p in exact.named_parameters() if p.requires_grad}
             sums = [engine.accumulator.sums.get(n, torch.zeros_like(p)).double().flatten() for n, p in zero.items()]
-            expected = summed(truth, given)
-            errors = float(((seen - true).abs() / true).max()), apart(torch.cat(sums), expected)
+            errors = float(((seen - true).abs() / true).max()), apart(torch.cat(sums), summed(truth, given))
             if not max(errors) < TOLERANCE:
                 own = _rounding(plain, exact, batch, truth, given)
                 if not all(error < TOLERANCE + 8 * room for error, room in zip(errors, own)):

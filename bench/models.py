@@ -25,8 +25,6 @@ from .fuzz import NotingPolicy, alone, apart, norms, summed
 from .record import markdown, write
 
 TUNINGS = ("full", "lora", "bitfit")
-#: What an error must be below for a step to count as exact: float32 arithmetic of norms and of a clipped sum.
-EXACT = 1e-5
 _ROWS, _TOKENS, _WORDS = 4, 11, 61
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SMALL: dict[str, Any] = {
@@ -212,10 +210,7 @@ def _tuned(model: torch.nn.Module, tuning: str) -> torch.nn.Module | None:
 
 
 def row(build: Callable[[], torch.nn.Module], inputs: dict[str, torch.Tensor], tuning: str) -> dict[str, Any] | None:
-    """One step's error, route and share of parameters on the fast route; None where nothing is trained.
-
-    The error is of norms and of the sum by the scales given; the slack is what the clip's upper bound takes of a scale.
-    """
+    """One step's error, slack of the clip's bound, route and share of parameters on the fast route; None if none are trained."""
     from fastdp.engine.engine import Engine
     from fastdp.engine.uses.layout import Ticket
 
@@ -265,8 +260,7 @@ def _cell(found: dict[str, Any] | None) -> str:
         return "no biases"
     if "refused" in found:
         return "refused"
-    kind = f"{found['error']:.0e}" if found["error"] < EXACT else f"**{found['error']:.0e}**"
-    kind += f"/{found['slack']:.0e}"
+    kind = f"{found['error']:.0e}/{found['slack']:.0e}"
     if found["route"] != "uses":
         return f"{kind}, one example"
     return f"{kind}, {100 * found['fast']:.0f}%"
