@@ -298,7 +298,7 @@ def private_step(
 ) -> Callable[[], int]:
     """A function that takes one private step, with torch's AdamW or that which fuses noise and update.
 
-    Moments of both are kept in the case's dtype, as torch keeps them. Its attribute ``private`` is the run, with these ``options``.
+    Moments of both are kept in the case's dtype, as torch keeps them. ``options`` are those of its run, ``private``.
     """
     import fastdp
 
