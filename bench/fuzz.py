@@ -320,10 +320,15 @@ def _drawn(pick: Choice) -> Case:
 
 
 @dataclass(frozen=True)
-class _Noting(Policy):
+class NotingPolicy(Policy):
     """Flat clipping that keeps the norms it was given and the scales it gave."""
 
     seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def latest(self, rows: int, route: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norms and the scales of the latest batch."""
+        norms, scales = zip(*self.seen[-rows if route == "one-example" else -1 :])
+        return torch.cat(norms), torch.cat(scales)
 
     def scales(self, upper: UpperNorms) -> torch.Tensor:
         given = super().scales(upper)
@@ -378,7 +383,7 @@ def run(case: Case) -> Outcome:
             rows = len(batch["labels"])
             truth = alone(exact, batch)
             true = norms(truth)
-            policy = _Noting((float(true.median()),), (0.0,), dict.fromkeys(names, 0))
+            policy = NotingPolicy((float(true.median()),), (0.0,), dict.fromkeys(names, 0))
             if engine is None:
                 engine = Engine(case.model, policy, tickets, verify=Checks)
             engine.accumulator.policy = policy
@@ -387,12 +392,10 @@ def run(case: Case) -> Outcome:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 case.model(**batch)["loss"].backward()
-            last = policy.seen[-rows:] if engine.route == "one-example" else policy.seen[-1:]
-            seen, given = (torch.cat(part) for part in zip(*last))
+            seen, given = policy.latest(rows, engine.route)
             zero = {n: p for n, p in exact.named_parameters() if p.requires_grad}
             sums = [engine.accumulator.sums.get(n, torch.zeros_like(p)).double().flatten() for n, p in zero.items()]
-            expected = summed(truth, given)
-            errors = float(((seen - true).abs() / true).max()), apart(torch.cat(sums), expected)
+            errors = float(((seen - true).abs() / true).max()), apart(torch.cat(sums), summed(truth, given))
             if not max(errors) < TOLERANCE:
                 own = _rounding(plain, exact, batch, truth, given)
                 if not all(error < TOLERANCE + 8 * room for error, room in zip(errors, own)):

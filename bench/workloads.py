@@ -294,12 +294,11 @@ def private_step(
     fused: bool,
     capture: bool | str = False,
     self_check: bool = False,
-    noise_rounds: int = 20,
-    two_pass: bool | None = None,
+    **options: Any,
 ) -> Callable[[], int]:
     """A function that takes one private step, with torch's AdamW or that which fuses noise and update.
 
-    Moments of both are kept in the case's dtype, as torch keeps them. Its attribute ``private`` is the run.
+    Moments of both are kept in the case's dtype, as torch keeps them. ``options`` are those of its run, ``private``.
     """
     import fastdp
 
@@ -307,15 +306,13 @@ def private_step(
     if case.logical:
         privacy |= {"sampling": "poisson", "epochs": 100, "unsafe_seed": 1, "max_physical_batch_size": case.rows}
     # Some later batches are verified, at most 1% of a run (`fastdp.verify`), and single steps would bear that time.
-    privacy["self_check"] = self_check
+    privacy |= {"self_check": self_check, **options}
     trained = [p for p in model.parameters() if p.requires_grad]
     if fused:
         optimizer: torch.optim.Optimizer = fastdp.optim.AdamW(trained, lr=LEARNING_RATE, moments=case.dtype)
     else:
         optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
-    private = fastdp.make_private(
-        model, optimizer, loader_of(case), capture=capture, noise_rounds=noise_rounds, two_pass=two_pass, **privacy
-    )
+    private = fastdp.make_private(model, optimizer, loader_of(case), capture=capture, **privacy)
     stream = batches(private.data_loader, trained[0].device)
 
     def step() -> int:

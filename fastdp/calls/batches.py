@@ -53,6 +53,8 @@ def leaves(tree: Any) -> list[tuple[Path, torch.Tensor]]:
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Every tensor in nested tuples, lists, mappings, dataclasses and distributions."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     found = []
     for _, value in everything(tree):
         if isinstance(value, torch.Tensor):

@@ -11,3 +11,11 @@ def pass_writes(name: str) -> SelfCheckError:
         f"Training passes write {name}, and no noise covers it. Set track_running_stats=False, a buffer's persistent=False, or "
         "write weights in optimizer.register_step_post_hook; nothing was released."
     )
+
+
+def unreleased_change(name: str) -> RuntimeError:
+    """The refusal of a write outside of releases."""
+    return RuntimeError(
+        f"{name} was changed outside of a release. Clamp weights in a hook: optimizer.register_step_post_hook. After loading "
+        "released ones call private.load_state_dict, or detach() and make_private again."
+    )

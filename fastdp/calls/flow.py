@@ -48,13 +48,11 @@ class DataFlow(TorchFunctionMode):
 
     def follow(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> bool:
         """Mark what one operation returned. True if any of its arguments was computed from the data."""
-        found = any(map(self.data.__contains__, given)) or (self.listed and not given)
+        found = self.data.has_any(given) or (self.listed and not given)
         # What is written into becomes data too.
         for result in (given[:1] if func is torch.Tensor.__setitem__ else tensors(out)) if found else ():
             self.data[result] = None
-        if found and (
-            _cuts(func, args, kwargs) or any(map(self.cut.__contains__, given[:1] if func in GROUPED else given))
-        ):
+        if found and (_cuts(func, args, kwargs) or self.cut.has_any(given[:1] if func in GROUPED else given)):
             for result in tensors(out):
                 self.cut[result] = None
         return found

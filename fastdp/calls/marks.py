@@ -36,6 +36,10 @@ class Marks(Generic[T]):
     def __contains__(self, tensor: object) -> bool:
         return id(tensor) in self._found
 
+    def has_any(self, tensors: Iterable[object]) -> bool:
+        """Whether one of these tensors has a mark."""
+        return not self._found.keys().isdisjoint(map(id, tensors))
+
     def __getitem__(self, tensor: torch.Tensor) -> T:
         return self._found[id(tensor)][1]
 

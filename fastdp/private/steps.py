@@ -331,7 +331,7 @@ class Steps:
         torch.autograd.graph.increment_version([p for group in optimizer.param_groups for p in group["params"]])
         with gc_paused():
             self._state_guard.keep()
-            checks.state.settle()
+            checks.state.settle(written=not hooked)
         if self._changes or self._ledger.spent_steps >= self._ledger.budget_steps:
             self._prepare()
 

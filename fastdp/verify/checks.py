@@ -53,10 +53,9 @@ class Checks(Routing):
             # Buffers are restored after each example.
             self.state.harmless = frozenset(name for name, _ in passes.model.named_buffers())
             self.assumptions[ISOLATED] = None
-        self._batches, self._brief, self._all = 0, BRIEF_AFTER, ALL_AFTER
+        self._batches, self._brief, self._all, self._grew = 0, BRIEF_AFTER, ALL_AFTER, False
         #: The longest example, the largest difference of two in a batch, the most rows, the widest row and the largest input.
         self._reach: tuple[float, ...] = (0.0,) * 5
-        self._grew = False
 
     @property
     def waiting_probes(self) -> int:  # type: ignore[override]
@@ -76,8 +75,8 @@ class Checks(Routing):
         return checked
 
     def watching(self) -> AbstractContextManager[None]:
-        """Raise `SelfCheckError` if a training pass writes a saved buffer or a frozen parameter meanwhile."""
-        return self.state.forward()
+        """Raise `SelfCheckError` if a training pass writes a saved buffer or, after the first, a frozen parameter meanwhile."""
+        return self.state.forward(frozen=self._batches > 1)
 
     @contextmanager
     def tracing(self, call: Call, ticket: Ticket) -> Iterator[None]:

@@ -147,8 +147,7 @@ class LoopCheck:
         self._transforms |= outside or any(probe.source.makes(own.call) for own, _ in parts)
         if probe.role == "together" and probe.row and not self._transforms:
             # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
-            self.waiting -= len(self._due)
-            self._due = []
+            self.waiting, self._due = self.waiting - len(self._due), []
         self.waiting -= 1
         self._compare(probe, _Outcome(parts[0][0].ticket.rows, found, self._state_before, drew))
 

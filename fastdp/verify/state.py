@@ -10,12 +10,14 @@ from typing import Any, cast
 
 import torch
 
-from fastdp.calls.errors import pass_writes
+from fastdp.calls.errors import pass_writes, unreleased_change
 from fastdp.calls.flow import DataFlow
 from fastdp.calls.randomness import BufferSnapshot, version
 from fastdp.distributed.pieces import is_dtensor, writes
 
-_TRAINED, _VERSION = map(operator.attrgetter, ("requires_grad", "_version"))
+_TRAINED, _VERSION, _MODE = map(operator.attrgetter, ("requires_grad", "_version", "training"))
+#: What a module holds: parameters, buffers, and what counts as structure.
+_KINDS = "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"
 #: Buffers by name, and how often each was written.
 _Buffers = dict[str, tuple[torch.Tensor, int]]
 #: Parameters, in order, how often each was written, and whether it is trained.
@@ -48,23 +50,29 @@ class StateCheck:
         self._structure: list[Any] | None = None
         self._list_modules()
         self._settled: _Parameters | None = None
+        self._frozen: list[Any] = []
+        self._alike = False  # whether parameters were the settled ones when that was required last
         #: Whether a frozen parameter was written between passes.
         self.frozen_written = False
         self._buffers: _Buffers = {}
 
-    def settle(self) -> None:
-        """Take parameters and buffers as they are now for released, or for not yet trained."""
+    def settle(self, *, written: bool = False) -> None:
+        """Take parameters and buffers as they are now for released, or for not yet trained.
+
+        ``written`` says that nothing but values changed since parameters were required to be settled.
+        """
         self._restore_parameters()
-        self._settled, self._buffers = self._parameters(), self._saved_buffers()
+        known = self._settled[::2] if self._settled is not None and written and self._alike else ()
+        self._settled, self._buffers = self._parameters(*known), self._saved_buffers()
+        self._frozen = self._frozen if known else [p for p, t in zip(*self._settled[::2]) if not t]
 
     def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
         """Raise RuntimeError, naming it, if a trained parameter or saved buffer was written or replaced since `settle`.
 
-        Args:
-            trained: what may be trained; another parameter that has come to be trained raises as well.
+        So does a parameter that has come to be trained and is none of ``trained``.
         """
         self.require_parameters(None if trained is None else trained.values())
-        self._require_buffers(_unreleased_change)
+        self._require_buffers(unreleased_change)
 
     def require_parameters(self, declared: Collection[Any] | None = None) -> None:
         """The same of parameters alone. The first time they are settled."""
@@ -73,9 +81,9 @@ class StateCheck:
             self.settle()
         before, now = cast(_Parameters, self._settled), self._parameters()
         declared = before[0] if declared is None else declared
-        alike = before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
+        self._alike = before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
         # A module may hold a parameter that another one has too.
-        if alike and {*map(id, itertools.compress(now[0], now[2]))} == {*map(id, filter(_TRAINED, declared))}:
+        if self._alike and {*map(id, itertools.compress(now[0], now[2]))} == {*map(id, filter(_TRAINED, declared))}:
             return
         known, own = {id(p): (c, t) for p, c, t in zip(*before)}, set(map(id, declared))
         replaced = not {n for n, (_, t) in known.items() if t or n in self.moved} <= set(map(id, now[0]))
@@ -86,7 +94,7 @@ class StateCheck:
             count, was_trained = known.get(id(p), (-1, replaced))
             if count != self._count(p):
                 if was_trained or p.requires_grad or id(p) in self.moved:
-                    raise _unreleased_change(name)
+                    raise unreleased_change(name)
                 self.frozen_written = True
 
     def _require_buffers(self, error: Callable[[str], Exception]) -> None:
@@ -102,33 +110,35 @@ class StateCheck:
 
     def structure_changed(self) -> bool:
         """Whether hooks, modules or their modes changed since this was last asked; False the first time."""
-        now: list[Any] = []
-        for _, module in self._modules:
-            now += (module.training, *module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks)
-            now += map(id, module._modules.values())
-            now += map(getattr, module._parameters.values(), itertools.repeat("requires_grad"), itertools.repeat(False))
+        now: list[Any] = [*map(_MODE, self._modules), *map(_TRAINED, (self._settled or self._parameters())[0])]
+        now += [part for held in filter(None, self._inside) for part in held.values()]
         before, self._structure = self._structure, now
         if changed := before not in (None, now):
             self._list_modules()
         return changed
 
     def _list_modules(self) -> None:
-        self._modules = list(self.model.named_modules())
-        self._owned = [module._parameters for _, module in self._modules]
-        self._buffered = [(prefix, module._buffers, module) for prefix, module in self._modules]
+        prefixes, self._modules = zip(*self.model.named_modules())
+        self._owned, self._tables, *inside = zip(*map(operator.attrgetter(*_KINDS), self._modules))
+        self._inside = list(itertools.chain(*inside))
+        self._buffered = list(zip(prefixes, self._tables, self._modules))
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Raise `SelfCheckError`, naming it, if a saved buffer or a parameter is written or replaced meanwhile."""
-        self._require_buffers(_unreleased_change)
-        held, counts, _ = self._parameters()
+    def forward(self, *, frozen: bool = False) -> Iterator[None]:
+        """Raise `SelfCheckError`, naming it, if a saved buffer or a parameter is written or replaced meanwhile.
+
+        ``frozen`` looks at frozen parameters alone, in place: trained ones are compared before each release as well.
+        """
+        self._require_buffers(unreleased_change)
+        held, counts, _ = self._parameters(self._frozen if frozen else None, [])
         yield
         self._require_buffers(pass_writes)
         # Torch swaps the parameters of weights in pieces meanwhile.
-        now, seen, _ = self._parameters(held if self._in_pieces else None)
-        before = dict(zip(map(id, held), counts))
-        for name, p in () if counts == seen and all(map(operator.is_, held, now)) else self.model.named_parameters():
-            if before.get(id(p)) != self._count(p):
+        now, seen, _ = self._parameters(held if frozen or self._in_pieces else None, [])
+        alike = counts == seen and all(map(operator.is_, held, now))
+        before = {} if alike else dict(zip(map(id, held), counts))
+        for name, p in () if alike else self.model.named_parameters():
+            if before.get(id(p), self._count(p) if frozen else -1) != self._count(p):
                 raise pass_writes(name)
 
     @contextmanager
@@ -166,10 +176,10 @@ class StateCheck:
         every = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
         return {name: tensor for name, tensor in every if name in names}
 
-    def _parameters(self, held: list[Any] | None = None) -> _Parameters:
-        held = held or [p for own in self._owned for p in own.values() if p is not None]
+    def _parameters(self, held: list[Any] | None = None, trained: list[bool] | None = None) -> _Parameters:
+        held = [p for own in self._owned for p in own.values() if p is not None] if held is None else held
         count = self._count if self.rewritten or self._in_pieces else _VERSION
-        return held, list(map(count, held)), list(map(_TRAINED, held))
+        return held, list(map(count, held)), list(map(_TRAINED, held)) if trained is None else trained
 
     def _count(self, parameter: torch.Tensor) -> int:
         return 0 if id(parameter) in self.rewritten else writes(parameter)
@@ -178,8 +188,7 @@ class StateCheck:
         """The buffers that a state dict saves, and how often each was written."""
         return {
             f"{prefix}.{name}" if prefix else name: (buffer, version(buffer))
-            for prefix, own, module in self._buffered
-            if own
+            for prefix, own, module in itertools.compress(self._buffered, self._tables)
             for name, buffer in own.items()
             if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
         }
@@ -192,10 +201,3 @@ def _was_written(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Ten
     old, new = before[0], after[0]
     same = version(old) == before[1] and old.shape == new.shape and old.dtype == new.dtype
     return not (same and torch.equal(old.to(new.device), new))
-
-
-def _unreleased_change(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"{name} was changed outside of a release. Clamp weights in a hook: optimizer.register_step_post_hook. After loading "
-        "released ones call private.load_state_dict, or detach() and make_private again."
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ def test_a_first_step_runs_few_rows(rows: int, most: float) -> None:
     step.private.detach()
     assert step.private.route == "uses"
     assert 1.0 < sum(passed) / (3 * rows) <= most
+
+
+def test_the_committed_figures_are_within_their_bars() -> None:
+    found = json.loads((ROOT / "bench" / "results" / "cpu" / "verification.json").read_text())["figures"]
+    assert found["gpt2 12x768, B=8, T=128"]["first_step_over_plain"] <= 4
+    assert all(own["checks_share_of_steady_step"] <= 0.01 for name, own in found.items() if "gpt2 12x" in name)
 
 
 def test_a_first_step_takes_few_calls_of_the_library() -> None:

@@ -198,13 +198,24 @@ def test_a_parameter_that_forwards_write_is_refused(frozen: bool, isolation: str
         train_epoch(start(model, isolation=isolation))
 
 
-def test_a_buffer_that_a_later_forward_writes_is_refused() -> None:
-    private = start(Writing(lambda net, x: net.average.add_(x.mean(0)) if net.late else None), epochs=4)
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ("average", "Training passes write average"),
+        ("first.bias", "first.bias was changed outside of a release"),
+        ("second.bias", "Training passes write second.bias"),
+    ],
+    ids=["buffer", "trained", "frozen"],
+)
+def test_state_that_a_later_forward_writes_is_refused(own: str, said: str) -> None:
+    model = Writing(lambda net, x: net.state_dict()[own].add_(x.mean()) if net.late else None)
+    model.second.bias.requires_grad_(False)
+    private = start(model, epochs=4)
 
     def loss(model: Any, batch: Batch) -> torch.Tensor:
         model.late = private.steps_done == 2
         return model(**batch)["loss"]
 
-    with pytest.raises(SelfCheckError, match="Training passes write average"):
+    with pytest.raises(RuntimeError, match=said):
         train_epoch(private, loss)
     assert private.steps_done == 2

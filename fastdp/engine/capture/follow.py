@@ -109,12 +109,12 @@ class Follow(DataFlow):
             return False
         source, given = given[0], given[:1] if func in GROUPED else given
         # Whose entries are that are taken by their places, those say, whoever chose them.
-        known = chosen and selects(func, args) and not any(t in self.cut for t in given)
+        known = chosen and selects(func, args) and not self.cut.has_any(given)
         known = known and source not in self.chosen and (self.is_owned(source) or self.in_order(source))
         if known and self.owners.select(func, args, kwargs, results):
             self.selecting_calls.add((call_site(), self.stack[-1]))
             return False
-        lost = chosen or any(t in self.chosen for t in given)
+        lost = chosen or self.chosen.has_any(given)
         return lost or not self.owners.follow(func, args, kwargs, given, results)
 
     def _selects_first_axis(self, func: Any, args: Any, kwargs: Any) -> bool:
