@@ -228,8 +228,8 @@ class Collation:
         kept = others[-1:] if len(others) > 1 and longer else []
         beside = [*itertools.islice(itertools.cycle(strangers), len(others) - len(kept)), *kept]
         small, large = SEEDS
-        # Of one row, a loop's squeeze() would drop the axis.
-        plan = [("alone", 0, small, [first, first])]
+        # Of one row, a loop's squeeze() would drop the axis. A loop that keeps some of the batch before gets the same twice.
+        plan = [("alone", 0, small, [first, first])] * (1 if stills else 2)
         for role, companions in (("together", [*others[1:], others[0]]), ("beside", beside)):
             plan += [(role, 0, small, [first, *companions]), (role, len(others), large, [*companions, first])]
         # What a loop divides by the batch's labels changes for the others where one of them is left out.

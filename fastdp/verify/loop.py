@@ -92,8 +92,8 @@ class LoopCheck:
         self._seen: dict[tuple[str, int], _Outcome] = {}
         self._repeated: list[_Outcome] = []
         self.waiting = len(self._due)
-        # Row 0 of the second batch is the example, collated with others.
-        self._collator_draws = len(self._due) > 1 and any(self._due[1].source.draws(0))
+        # Row 0 of the third batch is the example, collated with others.
+        self._collator_draws = len(self._due) > 2 and any(self._due[2].source.draws(0))
 
     def take(self) -> Iterator[ProbeBatch]:
         """The probe batches that the loop is to be given next."""
@@ -200,7 +200,8 @@ class LoopCheck:
         found = self._seen.get((other, row))
         if found is None or together is None:
             return
-        unlike = found.start != together.start or not torch.cat([found.values, together.values]).isfinite().all()
+        given = torch.cat([(own.every if other == "fewer" else own.values).flatten() for own in (found, together)])
+        unlike = found.start != together.start or not given.isfinite().all()
         if unlike or (other != "beside" and (self._collator_draws or found.draws or together.draws)):
             self.undecided = True
         elif self._differ(found, together, other):
