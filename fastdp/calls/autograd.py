@@ -45,8 +45,16 @@ def summands(
     """
     ids, top = set(map(id, leaves)), (total.grad_fn, total.output_nr)
     follows, waiting = dict[Any, bool](), [top]
+
+    def below_of(edge: tuple[Any, int]) -> list[Any]:
+        edges = _operands(edge[0])
+        # A constant that was added shows in no graph.
+        return (
+            [] if edge in known and len(edges) == 1 and edge[0].name().startswith(("AddB", "Rsub", "SubB")) else edges
+        )
+
     while waiting:
-        inner = _operands(waiting[-1][0])
+        inner = below_of(waiting[-1])
         if missing := [edge for edge in inner if edge not in follows]:
             waiting += missing
             continue
@@ -56,7 +64,7 @@ def summands(
     path = {top: None} if follows[top] else {}
     found, waiting = [], [*path]
     for edge in waiting:
-        inner = _operands(edge[0])
+        inner = below_of(edge)
         if inner and all(follows[below] for below in inner):
             waiting += [below for below in inner if below not in path]
             path |= dict.fromkeys(inner)
