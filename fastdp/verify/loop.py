@@ -210,12 +210,16 @@ class LoopCheck:
             grown = _Outcome(found.rows, found.values * growth, found.start, found.draws, found.every * growth)
             if growth != 1 and not (self._passes.returns_loss or self._differ(grown, together, other)):
                 self._refuse(_REDUCTION)
-            if not self._suspect and self._repeatable:
+            # A memory of rows lasts longer behind batches of two: companions of the same number tell more.
+            first = not self._suspect or (other == "beside" != self._suspect)
+            if first and self._repeatable:
+                planned = [own for own in self._due if own.role != "still"]
+                self.waiting, self._due = self.waiting - len(self._due) + len(planned), planned
                 at = {(own.role, own.row): number for number, own in enumerate(self._repeatable)}
                 order = [at["together" if sign > 0 else other, row] for sign in _ORDER]
                 self._due += [replace(self._repeatable[n], role="still") for last in order for n in (last - 1, last)]
                 self.waiting += 2 * len(order)
-            self._suspect = self._suspect or other
+            self._suspect = other if first else self._suspect
 
     def _decide(self) -> None:
         """Annealing, other networks and random draws change an example too; a loop that mixes rows follows their companions."""
