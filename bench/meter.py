@@ -490,12 +490,12 @@ def simulated(gpu: Gpu, granularity: int = 512) -> Iterator[Meter]:
     from torch.fx.experimental import _config as config
     from triton.runtime.jit import JITFunction
 
+    from fastdp.calls.values import RowValues
     from fastdp.engine.capture import memory
     from fastdp.engine.clip import norms
     from fastdp.ops import routes
     from fastdp.ops.table import OPS
     from fastdp.verify import engine_check
-    from fastdp.verify.probe import RowValues
 
     for family in ("norms", "sums", "bounds", "groups", "heads", "noise", "adamw"):
         importlib.import_module(f"fastdp.kernels.{family}")

@@ -226,12 +226,14 @@ class Collation:
         # A longest one stays among them, so that shapes do, at another place: a loop that rolls rows then gives others.
         longer = example_length(items[others[-1]]) > example_length(items[first])
         kept = others[-1:] if len(others) > 1 and longer else []
-        beside = [*kept, *itertools.islice(itertools.cycle(strangers), len(others) - len(kept))]
+        beside = [*itertools.islice(itertools.cycle(strangers), len(others) - len(kept)), *kept]
         small, large = SEEDS
-        # Of one row, a loop's squeeze() would drop the axis.
-        plan = [("alone", 0, small, [first, first])]
-        for role, companions in (("together", others), ("beside", beside)):
+        # Of one row, a loop's squeeze() would drop the axis. A loop that keeps some of the batch before gets the same twice.
+        plan = [("alone", 0, small, [first, first])] * (1 if stills else 2)
+        for role, companions in (("together", [*others[1:], others[0]]), ("beside", beside)):
             plan += [(role, 0, small, [first, *companions]), (role, len(others), large, [*companions, first])]
+        # What a loop divides by the batch's labels changes for the others where one of them is left out.
+        plan += [("fewer", 0, small, [first, *others[1:]])] if len(others) > 1 and not stills else []
         plan += stills * [("still", 0, small, [first, first])]
         return [
             ProbeBatch(

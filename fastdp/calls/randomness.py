@@ -199,13 +199,21 @@ class _Changed(TorchFunctionMode):
 
 
 class DropoutDisabled(_Changed):
-    """Make torch's dropout functions return their input; modules and their attributes stay untouched."""
+    """Make torch's dropout functions return their input; modules and their attributes stay untouched.
+
+    Attributes:
+        used: whether some dropout was disabled.
+    """
 
     functions = _DROPOUT | {F.scaled_dot_product_attention}
+    used = False
 
     def change(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _DROPOUT:
+            rate, training = kwargs.get("p", args[1] if len(args) > 1 else 0.5), kwargs.get("training", True)
+            self.used |= bool(rate and (args[2] if len(args) > 2 else training))
             return args[0] if args else kwargs["input"]
+        self.used |= bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
         if len(args) > 4:
             return func(*args[:4], 0.0, *args[5:], **kwargs)
         return func(*args, **{**kwargs, "dropout_p": 0.0})

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fastdp.calls.autograd import graph_of
 from fastdp.calls.batches import Call, as_long_as, leaves, map_tensors, single_rows, slice_rows, tensors
 from fastdp.calls.outputs import differentiable, differentiable_outputs
 from fastdp.calls.randomness import (
@@ -48,7 +49,7 @@ from fastdp.engine.loss.boundary import (
     require_loss,
     take_gradients,
 )
-from fastdp.engine.loss.losses import LossTerms, combine, graph_of, intercepted, masked_mean
+from fastdp.engine.loss.losses import LossTerms, combine, intercepted, masked_mean
 from fastdp.engine.loss.one_example import backward_starts, merged, run_alone
 from fastdp.engine.uses.layout import Layout, Ticket
 from fastdp.engine.uses.logits import VOCABULARY, Logits
@@ -194,7 +195,7 @@ class Passes:
         #: Whether probe batches that are planned now come before a release.
         self.probes_come: Callable[[], bool] = lambda: True
         self.isolated = isolated and self.route is None
-        #: Whether the model's own means and sums over rows count as losses, as torch's loss functions do.
+        #: Whether the model's own sums over rows count as losses, as torch's loss functions do.
         self.reductions = False
         #: Whether the loop's loss was seen to have terms beside the model's own.
         self.mixes = False
@@ -436,14 +437,15 @@ class Passes:
             output = output if self.trace is None else self.trace.outputs.first(output, layout.rows)
             return output, differentiable_outputs(output), terms
         total = require_loss(output)
-        context.shapes |= {("a loss function", (count,)) for count in terms.tokens}
         try:
-            return output, [combine(total, terms, self.divided, verify=verify)], terms
+            losses = combine(total, terms, self.divided, verify=verify)
         except UnsupportedUse:
             if self.route != ORDINARY:
                 raise
             # Nothing is clipped: the mean over the rows stands for each of them.
-            return output, [total.expand(layout.units)], terms
+            losses = total.expand(layout.units)
+        context.shapes |= {("a loss function", (count,)) for count in terms.tokens}
+        return output, [losses], terms
 
     def _in_parts(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass] | None:
         """Run several passes of fewer units, each of which fits into memory; None where two backward passes must do."""
@@ -532,7 +534,7 @@ class Passes:
         if not self.returns_loss:
             found = differentiable(output)
             return output, targets or [[t[row : row + 1] for t in found] for row in rows], None, {}
-        alone = bool(targets or terms.unmapped or not terms.terms)
+        alone = bool(targets or terms.unmapped or not (terms.terms or terms.reduced))
         beside = self.beside_loss(output, ticket.rows, None if alone else terms)
         if alone:
             targets = targets or self.run_rows(call, ticket)[1]

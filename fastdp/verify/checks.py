@@ -130,9 +130,11 @@ class Checks(Routing):
         if ticket.token_units is not None:
             check_packed(self.passes, call, ticket)
             return
-        found = check_definition(self.passes, call, ticket, ticket.chosen_rows(), gradients=self.passes.returns_loss)
+        found, base = check_definition(
+            self.passes, call, ticket, ticket.chosen_rows(), gradients=self.passes.returns_loss
+        )
         self.assumptions |= dict.fromkeys(found)
-        check_companions(self.passes, call, ticket)
+        check_companions(self.passes, call, ticket, base)
 
     def verify_engine(self, call: Call, ticket: Ticket) -> None:
         """The engine check, on two rows."""
@@ -158,13 +160,16 @@ class Checks(Routing):
                     self.verify_rows(call, ticket)
                     self.verify_engine(call, ticket)
                 elif passes.returns_loss or due == "losses":
-                    found = check_definition(passes, call, ticket, ticket.chosen_rows(), gradients=due == "gradients")
+                    found, _ = check_definition(
+                        passes, call, ticket, ticket.chosen_rows(), gradients=due == "gradients"
+                    )
                     self.assumptions |= dict.fromkeys(found)
         except (SelfCheckError, UnsupportedUse) as error:
             if passes.route == USES and isinstance(error, SelfCheckError):
                 # Losses of a batch that goes another way than the first are not told apart by the first's trace.
                 error = self.traced.difference(call, ticket.rows) or error
-            if isinstance(error, SelfCheckError):
+            # Own sums whose coefficients follow from a batch have none for rows that are run alone.
+            if isinstance(error, SelfCheckError) and not passes.reductions:
                 raise error
             if passes.route == USES:
                 passes.fall_back(str(error), ticket)

@@ -14,19 +14,21 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastdp.calls.autograd import graph_of
 from fastdp.calls.batches import Call, cropped, leaves, row_of, tensors, unpadded
 from fastdp.calls.collation import mixes
 from fastdp.calls.flow import module_outputs
 from fastdp.calls.modes import in_mode, rounding
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seeds_for
+from fastdp.calls.values import RowValues
 from fastdp.engine.capture.follow import InputGradients
 from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
 from fastdp.engine.loss.boundary import require_loss
-from fastdp.engine.loss.losses import LossTerms, graph_of, intercepted
+from fastdp.engine.loss.losses import LossTerms, intercepted
 from fastdp.engine.passes import Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.validate import first_line
-from fastdp.verify.probe import GRADIENT_TOLERANCE, Probe, RowValues, same_shape_factor
+from fastdp.verify.probe import GRADIENT_TOLERANCE, Probe, same_shape_factor
 
 OVERFLOWS = "a row that is not finite reaches other rows (0 times NaN is NaN)"
 NO_LOSS = "No example of this batch has a finite loss. Check labels and inputs; this batch was not released."
@@ -71,11 +73,12 @@ class _Calls:
 
 def check_definition(
     passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int], *, gradients: bool = True
-) -> list[str]:
+) -> tuple[list[str], RowValues | None]:
     """Verify that rows of a microbatch have the loss, and the gradients at their inputs, that they have alone.
 
-    Returns what could not be decided, in sentences for the card. Raises `UnsupportedUse` if rows must be run alone, or their
-    losses cannot be told apart, and `SelfCheckError` if rows are coupled.
+    Returns what could not be decided, in sentences for the card, and the losses of all rows of the call, if they were compared.
+    Raises `UnsupportedUse` if rows must be run alone, or their losses cannot be told apart, and `SelfCheckError` if rows are
+    coupled.
     """
     probe = Probe(passes, call, ticket)
     calls = _Calls.of(probe, rows)
@@ -86,9 +89,12 @@ def check_definition(
         except Exception as error:
             if training or PADDING_ERROR in str(error):
                 raise
-            return [UNDECIDED]
+            return [UNDECIDED], None
         if compared:
-            return [UNDECIDED] if calls.draws else []
+            more = comparison.base.unseen(rows) if comparison.base is not None and ticket.rows > 1 else []
+            if more:
+                return check_definition(passes, call, ticket, [*rows, *more], gradients=gradients)
+            return [UNDECIDED] * calls.draws, comparison.base if training and calls.whole is call else None
         if comparison.base is not None and ticket.rows > 1:
             # None of the chosen rows has a finite loss: others are compared.
             finite = [row for row in range(ticket.rows) if comparison.base.finite(row)]
@@ -98,9 +104,9 @@ def check_definition(
                 raise SelfCheckError(NO_LOSS)
             # Training that diverged goes on, unless a row that is finite alone is not beside others.
             every = range(ticket.rows) if len(rows) < ticket.rows else ()
-            return check_definition(passes, call, ticket, every, gradients=False) if every else []
+            return check_definition(passes, call, ticket, every, gradients=False) if every else ([], None)
     probe.run(calls.whole, ticket.rows)
-    return [UNDECIDED]
+    return [UNDECIDED], None
 
 
 class _Comparison:
@@ -118,18 +124,24 @@ class _Comparison:
     def run(self) -> bool:
         """Whether a row was compared: not if the model draws random numbers, or no row has a finite loss."""
         probe, rows = self.probe, self.rows
-        single = self._alone(rows[0])
-        if single.draws:
+        alone = {row: self._alone(row) for row in rows}
+        single = alone[rows[0]]
+        if any(own.draws for own in alone.values()):
             return False
         upstream = None
         if self.gradients:
             # What flows to other rows must not reach these, not even as 0 times NaN.
             upstream = torch.full((self.count,), torch.nan).index_fill_(0, torch.tensor(rows), 1.0)
-        base = self.base = probe.run(self.whole, self.count, upstream=upstream, single=single, training=self.training)
+        at = (
+            [row_of(self.calls.whole, self.count, self.calls.alone[row], row) for row in rows]
+            if None in single.shares
+            else rows
+        )
+        places = dict(zip(at, alone.values()))
+        base = self.base = probe.run(self.whole, self.count, upstream=upstream, singles=places, training=self.training)
         if len(base.values) != len(single.values) or not base.values:
             raise UnsupportedUse("the model returns something else for a row in a batch than alone")
-        alone = {row: single if row == rows[0] else self._alone(row) for row in rows}
-        compared = [row for row in rows if alone[row].finite(0)]
+        compared = [] if base.draws else [row for row in rows if alone[row].finite(0)]
         for row in compared:
             self._require_same(base, row, alone[row])
         lost = [] if compared or probe.ticket.rows == 1 else [row for row in rows if base.finite(row)]
@@ -208,33 +220,39 @@ class _Comparison:
         raise SelfCheckError(f"In {type(passes.model).__name__} {PADDING_ERROR}; this batch was not released.")
 
 
-def check_companions(passes: Passes, call: Call, ticket: Ticket) -> None:
-    """Verify that a row's loss or output, dropout included, is the same beside other rows in the same shapes.
+def check_companions(passes: Passes, call: Call, ticket: Ticket, base: RowValues | None = None) -> None:
+    """Verify that a row's loss or output is the same beside other rows in the same shapes, and all rows' in reverse order.
 
-    Raises `UnsupportedUse` if it is not, or if losses cannot be told apart by row.
+    ``base`` is what they are in their order, if that could be compared. Raises `SelfCheckError` for a loss that changes, and
+    `UnsupportedUse` where what the model draws may change it, or losses cannot be told apart by row.
     """
-    assert passes.trace is not None
     if ticket.rows < 2:
         return
-    probe, beside = Probe(passes, call, ticket), sorted({1, ticket.rows - 1})
-    # First and last, as a row may depend on those before or behind. Longer companions change the masks of padded lists.
-    calls = [probe.rows([0, *companions, 0]) for companions in (beside, [0] * len(beside))]
+    # What a row draws may follow from what earlier rows drew.
+    probe, last = Probe(passes, call, ticket), ticket.rows - 1
+    order, place = ([*range(ticket.rows)], 0) if base is None else ([*range(last, -1, -1)], last)
+    calls = [probe.rows(rows) for rows in (order, [0] * ticket.rows)]
     try:
-        one, two = (probe.run(made, 2 + len(beside), dropout=not passes.forwards.lists) for made in calls)
+        one, two = (probe.run(made, ticket.rows) for made in calls)
     except (UnsupportedUse, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise UnsupportedUse(f"the model fails on rows in another order: {first_line(error)}") from error
     # Atomic sums on a GPU round in another order each time.
     limit = rounding(passes.model) * same_shape_factor(passes) * (1 if passes.device.type == "cpu" else 10)
-    # What the last row draws may follow from what earlier rows drew.
-    places = (0,) if one.draws else (0, 1 + len(beside))
-    if any(one.finite(at) and not one.gap(at, two, at) <= limit for at in places):
+    if one.finite(place) and not one.gap(place, two, place) <= limit:
         # What rows draw may move what others draw; what they compute must not.
-        one, two = (probe.run(made, 2 + len(beside)) for made in calls)
-        if not one.draws and one.finite(0) and not one.gap(0, two, 0) <= limit:
-            raise coupling_error(probe, calls[0], 0)
-        raise UnsupportedUse("a row's loss changes with the rows beside it")
+        if one.draws:
+            raise UnsupportedUse("a row's loss changes with the rows beside it")
+        raise coupling_error(probe, calls[0], place)
+    for place, row in enumerate(order) if not one.draws else ():
+        # A row rounds otherwise at another place.
+        if (
+            base is not None
+            and base.finite(row)
+            and not base.gap(row, one, place) <= rounding(passes.model, base.size(row))
+        ):
+            raise coupling_error(probe, call, row)
 
 
 def check_packed(passes: Passes, call: Call, ticket: Ticket) -> None:

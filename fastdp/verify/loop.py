@@ -26,9 +26,9 @@ from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import CaptureContext
 from fastdp.verify.probe import GRADIENT_TOLERANCE, same_shape_factor
 
-#: Repeats of the batches of role "together" (role "still"), which show how far the loop moves an example by itself. A loop that
-#: prefetches gets `_AHEAD` of the example alone. Other companions must move it `_EXCEEDS` times as far as the `_LAST` repeats.
-_REPEATS, _AHEAD, _LAST, _EXCEEDS = 10, 3, 6, 3
+#: Where two batches differ, each is repeated (role "still") behind the one before it, in the order of Thue and Morse, which no
+#: drift, habit of every few batches, or single jump of a loop follows. A loop that prefetches gets `_AHEAD` of the example alone.
+_ORDER, _AHEAD = (1, -1, -1, 1, -1, 1, 1, -1), 3
 #: Seeds of the model's random state and the criterion's.
 _MODEL, _CRITERION = 1, 2
 #: The loop's own terms are compared at no less than this share of the whole gradient: smaller ones are lost in its rounding.
@@ -40,16 +40,20 @@ _INPUTS = (
 )
 _TERMS = "{why}. Average the loop's own terms over rows, or compute the whole loss in forward(); this batch was not released."
 _REDUCTION = "The loop's loss is the {own} over rows. Pass loss_reduction='{own}'; this batch was not released."
-_HOW = {"beside": "beside other examples", "alone": "alone than in its batch"}
+_HOW = {"alone": "alone than in its batch"}
 
 
 class _Outcome(NamedTuple):
-    """The example's inputs or gradient in one probe batch, the random state before it, and whether the loop drew more."""
+    """The example's inputs or gradient in one probe batch, the random state before it, and whether the loop drew more.
+
+    ``every`` has what arrives at the outputs of each row, ``[rows, k]``.
+    """
 
     rows: int
     values: torch.Tensor
     start: tuple[bytes, ...]
     draws: bool
+    every: torch.Tensor
 
 
 class LoopCheck:
@@ -70,9 +74,9 @@ class LoopCheck:
         #: What the model was called with for the example that is compared, alone.
         self._subject: Call | None = None
         self._divisors: list[str] = []
-        #: Of the batch at hand: the row that is compared, whether the model drew, the tolerance, and the random states around
+        #: Of the batch at hand: the row that is compared, whether loop or model drew, the tolerance, and the random states around
         #: its first pass.
-        self._row, self._forward_draws, self._rounding = 0, False, 0.0
+        self._row, self._draws, self._rounding = 0, False, 0.0
         self._state_before = self._state_after = rng_state()
         self._open_contexts = ExitStack()
 
@@ -83,14 +87,13 @@ class LoopCheck:
         self._due = source.probes(rows, stills=1 + _AHEAD if ahead else 0)
         #: The batches that may be handed out again; none for loops that take batches ahead.
         self._repeatable = [] if ahead else list(self._due)
-        #: The role in which the example differed; whether the loop makes inputs or loss terms; whether a second difference
-        #: refuses; and how far the loop moves an example by itself.
-        self._suspect, self._transforms, self._confirming, self._drift = "", False, False, 0.0
+        #: The role in which the example differed; and whether the loop makes inputs or loss terms.
+        self._suspect, self._transforms = "", False
         self._seen: dict[tuple[str, int], _Outcome] = {}
         self._repeated: list[_Outcome] = []
         self.waiting = len(self._due)
-        # Row 0 of the second batch is the example, collated with others.
-        self._collator_draws = len(self._due) > 1 and any(self._due[1].source.draws(0))
+        # Row 0 of the third batch is the example, collated with others.
+        self._collator_draws = len(self._due) > 2 and any(self._due[2].source.draws(0))
 
     def take(self) -> Iterator[ProbeBatch]:
         """The probe batches that the loop is to be given next."""
@@ -112,14 +115,14 @@ class LoopCheck:
             self._rounding = rounding(passes.model)
             if probe.role == "alone":
                 self._subject = map_tensors(call, lambda t: t[: len(t) // 2] if t.dim() else t)
-            self._row, self._forward_draws = row_of(call, ticket.rows, self._subject, probe.row), False
-            # What a loop draws for another example may make it look like this one.
-            self._state_before = *probe.rng_state(passes.model), repr(self._row * probe.drew()).encode()
+            # Draws of other shapes may leave the same state, and what a loop draws for another example looks like this one's.
+            self._row, self._draws = row_of(call, ticket.rows, self._subject, probe.row), probe.drew()
+            self._state_before = *probe.rng_state(passes.model), repr(self._row * self._draws).encode()
         layout = ticket.layout(passes.device)
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL, passes.model):
             before = rng_state(passes.model)
             output, targets, loss, beside = passes.plain_rows(call, ticket, layout, torch.ones_like(layout.weights))
-            self._forward_draws |= rng_state(passes.model) != before
+            self._draws |= rng_state(passes.model) != before
         snapshot.restore()
         if again:
             # Without dropout both passes may give the same, which would hide a term of their difference.
@@ -138,18 +141,26 @@ class LoopCheck:
     def _finish(self, parts: JoinedPasses, _retain: bool) -> None:
         """Compare the inputs, or the gradients, that the loop gave the passes of a probe batch."""
         passes, probe = self._passes, parts[0][0].ticket.probe
-        drew = self._forward_draws or probe.rng_state(passes.model) != self._state_after
+        drew = self._draws or probe.rng_state(passes.model) != self._state_after
         self._open_contexts.close()
         self.mixes |= passes.returns_loss and parts[0][1] is not None
         outside = self.mixes or not passes.returns_loss
         self._rounding *= GRADIENT_TOLERANCE if outside else 1.0
+        rows = parts[0][0].ticket.rows if outside else 0
+        starts = (self._starts(row, parts)[1] for row in range(rows))
+        every = torch.stack(
+            [torch.cat([*map(_sketch, own)] or [torch.zeros(2).double()]) for own in starts] or [torch.ones(2)]
+        )
         found = self._gradients(parts) if outside else torch.stack([p.targets[self._row][0].detach() for p, _ in parts])
         self._transforms |= outside or any(probe.source.makes(own.call) for own, _ in parts)
         if probe.role == "together" and probe.row and not self._transforms:
             # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
             self.waiting, self._due = self.waiting - len(self._due), []
         self.waiting -= 1
-        self._compare(probe, _Outcome(parts[0][0].ticket.rows, found, self._state_before, drew))
+        self._compare(probe, _Outcome(parts[0][0].ticket.rows, found, self._state_before, drew, every))
+
+    def _starts(self, row: int, parts: JoinedPasses) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return backward_starts([row], parts, self._passes.scale(parts[0][0].ticket), self._passes.returns_loss)
 
     def _gradients(self, parts: JoinedPasses) -> torch.Tensor:
         """The row's gradient as two numbers for each parameter (`_sketch`), float64 ``[k]``.
@@ -159,8 +170,12 @@ class LoopCheck:
         passes = self._passes
 
         def sketched(parts: JoinedPasses, retain: bool) -> torch.Tensor:
-            starts = backward_starts([self._row], parts, passes.scale(parts[0][0].ticket), passes.returns_loss)
-            found = plain_gradients(*starts, passes.read.values(), keep=_sketch, retain=retain) if starts[0] else []
+            starts = self._starts(self._row, parts)
+            found = (
+                plain_gradients(*starts, passes.read.values(), keep=lambda _, g: _sketch(g), retain=retain)
+                if starts[0]
+                else []
+            )
             return torch.cat([torch.zeros(2, dtype=torch.float64) if g is None else g for g in found or [None]])
 
         with DropoutDisabled():
@@ -176,7 +191,7 @@ class LoopCheck:
         role, row = probe.role, probe.row
         if role == "still":
             self._repeated.append(outcome)
-            if self._suspect and len(self._repeated) == (_REPEATS if self._repeatable else _AHEAD):
+            if self._suspect and len(self._repeated) == (2 * len(_ORDER) if self._repeatable else _AHEAD):
                 self._decide()
             return
         self._seen[role, row] = outcome
@@ -184,50 +199,72 @@ class LoopCheck:
         found = self._seen.get((other, row))
         if found is None or together is None:
             return
-        unlike = found.start != together.start or not torch.cat([found.values, together.values]).isfinite().all()
-        if unlike or (other == "alone" and (self._collator_draws or found.draws or together.draws)):
+        given = torch.cat([(own.every if other == "fewer" else own.values).flatten() for own in (found, together)])
+        unlike = found.start != together.start or not given.isfinite().all()
+        if unlike or (other != "beside" and (self._collator_draws or found.draws or together.draws)):
             self.undecided = True
         elif self._differ(found, together, other):
             # With the other loss_reduction, gradients grow by the ratio of rows.
             growth = (together.rows / found.rows) ** (1 if self._passes.loss_reduction == "mean" else -1)
-            grown = _Outcome(found.rows, found.values * growth, found.start, found.draws)
+            grown = _Outcome(found.rows, found.values * growth, found.start, found.draws, found.every * growth)
             if growth != 1 and not (self._passes.returns_loss or self._differ(grown, together, other)):
                 self._refuse(_REDUCTION)
-            if self._confirming:
-                self._refuse()
-            if not self._suspect:
-                # Both batches of role "together".
-                self._due += [replace(probe, role="still") for probe in self._repeatable[1:3] * (_REPEATS // 2)]
-                self.waiting += _REPEATS * bool(self._repeatable)
-            self._suspect = self._suspect or other
+            # A memory of rows lasts longer behind batches of two: companions of the same number tell more.
+            first = not self._suspect or (other == "beside" != self._suspect)
+            if first and self._repeatable:
+                planned = [own for own in self._due if own.role != "still"]
+                self.waiting, self._due = self.waiting - len(self._due) + len(planned), planned
+                at = {(own.role, own.row): number for number, own in enumerate(self._repeatable)}
+                order = [at["together" if sign > 0 else other, row] for sign in _ORDER]
+                self._due += [replace(self._repeatable[n], role="still") for last in order for n in (last - 1, last)]
+                self.waiting += 2 * len(order)
+            self._suspect = other if first else self._suspect
 
     def _decide(self) -> None:
-        """Annealing and random draws change an example alone too; a loop that changes it only beside others mixes them."""
-        # The first is left out: a loop that keeps state of the batch before still has that of other examples in it.
-        pairs = list(zip(self._repeated[1:], self._repeated[3 if self._repeatable else 2 :]))
-        moved = not self._repeatable and any(self._differ(*pair, self._suspect) for pair in pairs)
-        if moved or any(one.start != two.start for one, two in pairs):
-            self.undecided = True
-        elif self._repeatable:
-            # A schedule may have ended and a carried state fades, so a difference beyond the drift must occur twice.
-            self._drift = _EXCEEDS * max(_distance(one.values, two.values) for one, two in pairs[-_LAST:])
-            self.undecided = self._confirming = True
-            self._seen.clear()
-            self._due += self._repeatable
-            self.waiting += len(self._repeatable)
+        """Annealing, other networks and random draws change an example too; a loop that mixes rows follows their companions."""
+        measured = self._repeated[1::2] if self._repeatable else self._repeated
+        same = len({own.start for own in measured}) == 1
+        if self._repeatable:
+            few = [self._compared(own, self._suspect).flatten().nan_to_num() for own in measured]
+            values, signs = torch.stack([own.double() for own in few]), torch.tensor(_ORDER).unsqueeze(1)
+            effect = (signs * values).mean(0)
+            moves = (values - signs * effect).diff(dim=0).norm(dim=1).max()
+            least = self._tolerance(self._suspect) * values.norm(dim=1).max()
+            # What comes exactly again behind the same batches does not drift: these are the places of (+, -), and of (-, +).
+            one, two = values[[1, 4, 7]], values[[3, 5]]
+            again = (
+                max(float((own - own[0]).norm(dim=1).max()) for own in (one, two)) <= least < (one[0] - two[0]).norm()
+            )
+            mixes = same and bool(2 * effect.norm() > torch.maximum(moves, least) or again)
         else:
+            # The first is left out: a loop that keeps state of the batch before still has that of other examples in it.
+            mixes = same and not any(
+                self._differ(*pair, self._suspect) for pair in zip(self._repeated[1:], self._repeated[2:])
+            )
+        if mixes:
             self._refuse()
+        self.undecided = True
 
     def _refuse(self, form: str = "") -> None:
         self.begun = False  # A loop that goes on after this is verified again.
-        how, own = _HOW.get(self._suspect, ""), self._passes.loss_reduction
+        how, own = _HOW.get(self._suspect, "beside other examples"), self._passes.loss_reduction
         why = next(iter(self._divisors), f"An example has another gradient {how}")
         form = form or (_TERMS if self.mixes else _INPUTS if self._passes.returns_loss else _GRADIENT)
         raise SelfCheckError(form.format(how=how, why=why, own="sum" if own == "mean" else "mean"))
 
     def _differ(self, one: _Outcome, two: _Outcome, role: str) -> bool:
-        tolerance = self._rounding * (same_shape_factor(self._passes) if role == "beside" else 1.0)
-        return _distance(one.values, two.values) > max(tolerance, self._drift)
+        pairs = zip(*(self._compared(own, role) for own in (one, two)))
+        return any(_distance(a, b) > self._tolerance(role) for a, b in pairs)
+
+    def _compared(self, outcome: _Outcome, role: str) -> torch.Tensor:
+        """What is compared in this role, ``[examples, k]``: of the example, or of all that both batches have."""
+        if role != "fewer":
+            return outcome.values.unsqueeze(0)
+        # A collator may sort.
+        return outcome.every[torch.cdist(self._seen[role, 0].every, outcome.every).argmin(1)]
+
+    def _tolerance(self, role: str) -> float:
+        return self._rounding * (same_shape_factor(self._passes) if role == "beside" else 1.0)
 
 
 def _scale_entries(t: torch.Tensor) -> torch.Tensor:
@@ -236,7 +273,7 @@ def _scale_entries(t: torch.Tensor) -> torch.Tensor:
     return t * factors.to(t.dtype) if t.is_floating_point() and t.dim() else t
 
 
-def _sketch(_index: int, gradient: torch.Tensor) -> torch.Tensor:
+def _sketch(gradient: torch.Tensor, _index: int = 0) -> torch.Tensor:
     wide = gradient.detach().double()
     return torch.stack([wide.norm(), wide.sum() / max(wide.numel(), 1) ** 0.5]).cpu()
 

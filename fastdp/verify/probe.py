@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from fastdp.calls.batches import Call, cropped, take_rows
+from fastdp.calls.batches import Call, take_rows
 from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state
+from fastdp.calls.values import RowValues
 from fastdp.engine.capture.follow import InputGradients
 from fastdp.engine.errors import OwnLoss
 from fastdp.engine.loss.boundary import gradient_hooks_disabled, require_loss, take_gradients
@@ -26,74 +24,6 @@ from fastdp.engine.uses.layout import Layout, Ticket
 GRADIENT_TOLERANCE = 10.0
 
 
-@dataclass
-class RowValues:
-    """What a forward pass gives each of its rows (or packed units), and how the model's loss is made of it.
-
-    Args:
-        values: for each loss function in the model its loss by row, ``[rows]``; without a loss, the outputs, rows first.
-        shares: the coefficient of each loss function in the model's loss.
-        rest: what the model's loss holds beyond them.
-        draws: whether the pass drew random numbers.
-        inputs: gradients of one backward pass at every embedding and floating-point input, rows first.
-    """
-
-    values: list[torch.Tensor]
-    shares: list[float] = field(default_factory=list)
-    rest: float = 0.0
-    draws: bool = False
-    inputs: list[torch.Tensor] = field(default_factory=list)
-
-    def finite(self, row: int) -> bool:
-        return all(bool(torch.isfinite(value[row]).all()) for value in self.values)
-
-    def size(self, row: int) -> float:
-        """A row's loss, or the smallest of its outputs' largest entries."""
-        sizes = [float(value[row].abs().max()) for value in self.values]
-        return min(sizes) if self._weights is None else sum(map(operator.mul, self._weights, sizes))
-
-    def gap(self, row: int, other: RowValues, at: int) -> float:
-        """The largest difference of a row's values from row ``at`` of another pass, relative to their size, or the loss."""
-        if len(self.values) != len(other.values):
-            return float("inf")
-        found = [_difference(a[row], b[at], a) for a, b in zip(self.values, other.values)]
-        if self._weights is None:
-            return max((gap / size for gap, size in found), default=0.0)
-        whole = sum(weight * size for weight, (_, size) in zip(self._weights, found))
-        gaps = [weight * gap for weight, (gap, _) in zip(self._weights, found) if weight]
-        return max(gaps, default=0.0) / max(whole, 1e-30)
-
-    @property
-    def _weights(self) -> list[float] | None:
-        """How much each loss counts in the model's; None for outputs."""
-        return [*map(abs, self.shares)] if any(self.shares) else None
-
-    def input_gap(self, row: int, other: RowValues, at: int) -> float:
-        """The same of the gradients at a row's inputs where both have tokens, relative to their norm; 0 if neither is finite."""
-        worst = 0.0
-        for a, b in zip(self.inputs, other.inputs):
-            if a.dim() != b.dim() or row >= a.shape[0] or at >= b.shape[0]:
-                continue
-            one, two = cropped(a[row].double(), b[at].double())
-            sizes = float(one.norm()), float(two.norm())
-            if sum(map(math.isfinite, sizes)) == 1:
-                return math.inf
-            if 1e-30 < max(sizes) < math.inf:
-                worst = max(worst, float((one - two).norm()) / max(sizes))
-        return worst
-
-
-def _difference(one: torch.Tensor, two: torch.Tensor, every: torch.Tensor) -> tuple[float, float]:
-    """How far two rows' values are apart, infinite where only one is finite, and their size among all rows."""
-    if one.dim() != two.dim():
-        return math.inf, 1.0
-    one, two = cropped(one, two)
-    finite = every[torch.isfinite(every)]
-    size = max(float(one.abs().max()), float(finite.abs().mean()) if finite.numel() else 0.0, 1e-30)
-    gap = 0.0 if torch.equal(one, two) else float((one.double() - two.double()).abs().max())
-    return (gap, size) if gap == gap else (math.inf, 1.0)
-
-
 class Probe:
     """Runs one call of a model again on chosen rows, by plain forward passes; ``passes`` have a trace."""
 
@@ -102,6 +32,8 @@ class Probe:
         self.passes, self.call, self.ticket = passes, call, ticket
         self.carriers = passes.trace.carriers
         self.packed = ticket.token_units is not None
+        #: Whether the model may drop out, so far as passes showed.
+        self.drops = True
 
     def rows(self, rows: Sequence[int], call: Call | None = None) -> Call:
         """The call (by default the probe's own) on these rows, in this order; a row may come several times."""
@@ -117,30 +49,35 @@ class Probe:
         call: Call,
         rows: int,
         *,
-        dropout: bool = False,
         training: bool = True,
         packed: bool = False,
         upstream: torch.Tensor | None = None,
-        single: RowValues | None = None,
+        singles: Mapping[int, RowValues] = {},
     ) -> RowValues:
         """One pass on so many ``rows``, or packed units, from the random state as it is, which is restored.
 
         Args:
             upstream: gradient of each unit's loss ``[rows]``, to be propagated back to the inputs.
-            single: of a row run alone, by which the passes learn which losses the model divides by the number of rows.
+            singles: of rows run alone, by which the passes learn which losses the model divides by the number of rows.
 
         Raises `UnsupportedUse` if the losses cannot be told apart by row.
         """
         passes, layout = self.passes, self.layout(rows, packed=packed)
         mode = nullcontext() if training else in_mode(passes.model, training=False)
         inputs = None if upstream is None else InputGradients(call, self.carriers, rows)
-        dropout_mode = nullcontext() if dropout else DropoutDisabled()
+        disabled = DropoutDisabled()
+        dropout_mode = disabled if self.drops else nullcontext()
         with preserve_rng(passes.model), torch.enable_grad(), mode:
             before = rng_state(passes.model)
             found, terms, output = self._forward(call, layout, inputs, dropout_mode)
             found.draws = rng_state(passes.model) != before
-            if single is not None and passes.returns_loss:
-                passes.divided = divided_terms(found.shares, single.shares, rows)
+            self.drops &= disabled.used
+            if singles and passes.returns_loss:
+                passes.divided = divided_terms(found, singles, rows)
+            own = zip(found.shares, found.values)
+            found.values = [
+                v * rows if n in passes.divided and by is None else v for n, (by, v) in enumerate(own)
+            ] or found.values
             if upstream is not None and inputs is not None and passes.returns_loss:
                 losses = combine(require_loss(output), terms, passes.divided, verify=False)
                 del output
@@ -197,14 +134,17 @@ class Probe:
             found = [] if passes.trace is None else passes.trace.outputs.of(output)
             return RowValues([t.detach() for t in found]), terms, output
         total = require_loss(output)
-        if not (passes.trace is not None and passes.trace.mapped and terms.terms):
+        if passes.trace is None or not passes.trace.mapped:
             raise OwnLoss(terms.unmapped or "the model computes its loss without torch's loss functions")
-        own = [0.0 if share is None else float(share) for share in shares(total, terms.terms)]
-        parts = [share * float(term.value) for share, term in zip(own, terms.terms)]
+        known = terms.of(total)
+        given = shares(total, known)
+        parts = [float((share * term.leaf.detach()).sum()) for share, term in zip(given, known)]
+        own = [None if term.mean is None else float(share) for share, term in zip(given, known)]
+        values = [t.weighted(by, layout) if t.mean is None else t.per_unit for by, t in zip(given, known)]
         rest = float(total.detach()) - sum(parts)
         if not abs(rest) > 1e-4 * max(map(abs, (float(total.detach()), *parts))):
             rest = 0.0
-        return RowValues([t.per_unit.detach() for t in terms.terms], own, rest), terms, output
+        return RowValues([t.detach() for t in values], own, rest), terms, output
 
 
 def same_shape_factor(passes: Passes) -> float:

@@ -77,6 +77,21 @@ for _name, _loss in LOSSES.items():
     register(_name, lambda f=_loss: coupled(f), _expect, "the loss of a row depends on other rows")
 
 
+def _of_class(model: Any, batch: Any) -> torch.Tensor:
+    losses, chosen = F.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch[1] == 0
+    return losses.mean() + 0.3 * (losses * chosen).sum() / chosen.sum().clamp(min=1)
+
+
+@program(COUPLED, "a row of one class counts by how many the batch has")
+def mean_over_one_class_in_loop() -> Case:
+    return outside(kit.mlp(), kit.numbers(), loss=_of_class, late=True)
+
+
+@program("one-example or " + COUPLED, "a row of one class counts by how many the batch has")
+def mean_over_one_class_inside() -> Case:
+    return coupled(lambda self, x, y: _of_class(self.net, (x, y)))
+
+
 @program(COUPLED, "similarities between rows")
 def clip_model() -> Case:
     tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

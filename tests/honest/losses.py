@@ -433,6 +433,16 @@ ORDERS = {
     ).nanmean(),
     "dot_with_weights": lambda m, x, y: F.cross_entropy(m.net(x), y, reduction="none").dot(1 + x[:, 0].abs()),
     "einsum_of_all_axes": lambda m, x, y: torch.einsum("bc, bc ->", m.net(x).log_softmax(-1), -one_hot(y, x)),
+    "classes_after_rows": lambda m, x, y: (
+        F.kl_div(m.net(x).log_softmax(-1), one_hot(y, x), reduction="none").mean(0).sum()
+    ),
+    "trace_of_scores": lambda m, x, y: -torch.trace(m.net(x).log_softmax(-1) @ one_hot(y, x).T) / len(x),
+    "pythons_sum": lambda m, x, y: sum(F.cross_entropy(m.net(x), y, reduction="none")) / len(x),
+    "einsum_of_rows": lambda m, x, y: torch.einsum("b->", F.cross_entropy(m.net(x), y, reduction="none")) / len(x),
+    "product_with_weights": lambda m, x, y: F.cross_entropy(m.net(x), y, reduction="none") @ (1 + x[:, 0]) / len(x),
+    "means_of_stacked_terms": lambda m, x, y: (
+        torch.stack([F.cross_entropy(m.net(x), y, reduction="none"), m.net(x).square().sum(1)]).mean(1).sum()
+    ),
     "mean_of_the_only_axis": lambda m, x, y: F.cross_entropy(m.net(x), y, reduction="none").mean(dim=0),
     "pairs_concatenated": lambda m, x, y: (lambda z: -F.logsigmoid(z[0] - z[1]).mean())(
         m.net(torch.cat([x, x.flip(1)])).sum(1).chunk(2)

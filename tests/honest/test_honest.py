@@ -28,9 +28,9 @@ def test_a_program_ends_as_expected(name):
 
 
 def test_a_generator_that_learns_is_no_coupling():
-    """What it makes moves from batch to batch, for an example alone as beside others. One run in 40 is refused by chance."""
+    """What it makes moves from batch to batch, for an example alone as beside others."""
     results = [run_privately(PROGRAMS["discriminator_in_one_forward"], seed) for seed in range(3)]
-    assert sum(result.ok for result in results) >= 2, results
+    assert all(result.ok for result in results), results
 
 
 @pytest.mark.slow

@@ -214,6 +214,12 @@ def test_what_is_made_of_all_rows_together_is_refused_before_a_release(name: str
         train(private, TOGETHER[name](), loss)
 
 
+def _of_class(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Every row's loss, and once more those of one class, over their number."""
+    losses, chosen = F.cross_entropy(logits, labels, reduction="none"), labels == 0
+    return losses.mean() + 0.3 * (losses * chosen).sum() / chosen.sum().clamp(min=1)
+
+
 OUTSIDE: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], bool]] = {
     "a contrast": (lambda logits, y: F.cross_entropy(logits @ logits.T, torch.arange(len(y))), False),
     "weighted by the batch": (lambda logits, y: (logits - logits.mean(0)).square().mean(), False),
@@ -227,6 +233,7 @@ OUTSIDE: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], b
         False,
     ),
     "noised": (lambda logits, y: (logits - torch.randn_like(logits)).square().mean(), True),
+    "a mean over one class": (lambda logits, y: _of_class(logits, y), False),
     "squeezed": (lambda logits, y: F.binary_cross_entropy_with_logits(logits[:, :1].squeeze(), (y > 0).float()), True),
 }
 
@@ -239,6 +246,28 @@ def test_losses_in_the_loop(name: str) -> None:
     with nullcontext() if honest else pytest.raises(SelfCheckError, match="example has another gradient"):
         train_epoch(private, lambda model, batch: compute(model(batch["x"]), batch["labels"]))
     assert (private.steps_done > 1) == honest
+
+
+class Learning:
+    """A loop with a net of its own, which learns after each batch. Torch makes noise of another size in another way."""
+
+    def __init__(self) -> None:
+        self.net, self.steps = torch.nn.Linear(4, FEATURES), 0
+
+    def __call__(self, model: Any, batch: Batch) -> torch.Tensor:
+        self.steps += 1
+        made = self.net(torch.randn(len(batch["x"]), 4)).detach()
+        with torch.no_grad():
+            # Fast, slowly, and back.
+            self.net.weight += 0.01 * math.cos(self.steps / 6)
+        return row_losses(model(batch["x"] + made), batch).mean()
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_a_net_of_the_loop_that_learns_is_no_coupling(rows: int) -> None:
+    private = start(Logits(), loss_reduction="mean", max_physical_batch_size=rows)
+    train_epoch(private, Learning())
+    assert private.steps_done == 3
 
 
 class Drawing:

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastdp.calls.batches import cropped
 from fastdp.calls.modes import rounding
-from fastdp.verify.probe import DropoutDisabled, cropped
+from fastdp.calls.randomness import DropoutDisabled
 from tests.cases import cases
 from tests.engine.models import batch, build
 from tests.engine.nets import Net, trained

@@ -11,7 +11,6 @@ unit's weighted loss is therefore divided by the number of its labelled tokens, 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from fastdp.calls.autograd import graph_of, summands
+from fastdp.calls.batches import tensors
+from fastdp.calls.named import is_metadata
+from fastdp.calls.values import RowValues
 from fastdp.engine.errors import OwnLoss, SelfCheckError, UnsupportedUse
 from fastdp.engine.uses.layout import Layout
 from fastdp.engine.uses.logits import Logits, takes
@@ -47,6 +50,8 @@ _PARAMETERS = {
 class Term:
     """One loss function's call: the scalar that the model goes on computing with, and each unit's loss ``[units]``.
 
+    Or a tensor with rows that the model sums itself, without ``mean``.
+
     Args:
         leaf: what that scalar's graph begins with. A model may add to the scalar in place, which torch forbids of a leaf.
         mean: the `masked_mean` of the units' losses.
@@ -55,18 +60,19 @@ class Term:
     leaf: torch.Tensor
     scalar: torch.Tensor
     per_unit: torch.Tensor
-    mean: torch.Tensor
+    mean: torch.Tensor | None = None
 
-    @property
-    def value(self) -> torch.Tensor:
-        """The scalar as it was."""
-        return self.leaf.detach()
+    def weighted(self, share: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Each unit's loss ``[units]``, times the term's coefficients."""
+        if self.mean is not None:
+            return self.per_unit * share
+        return layout.sum_lanes((self.per_unit * share).reshape(layout.rows, -1).float().sum(1))
 
 
-def shares(total: torch.Tensor, terms: Sequence[Term]) -> list[torch.Tensor | None]:
-    """The coefficients that a model's loss gives to its terms; None for one that it does not follow."""
+def shares(total: torch.Tensor, terms: Sequence[Term]) -> list[torch.Tensor]:
+    """The coefficients that a model's loss gives to its terms, by which the loss is their weighted sum; 0 for one without."""
     leaves = [term.leaf for term in terms]
-    return list(torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True))
+    return list(torch.autograd.grad(total, leaves, retain_graph=True, materialize_grads=True))
 
 
 class LossTerms:
@@ -75,7 +81,7 @@ class LossTerms:
     Args:
         layout: cuts token losses into units.
         alone: the pass sees one row by itself, so the scalar stays joined to the model's graph.
-        reductions: means and sums of whole tensors that hold a row for each of the batch's are losses too.
+        reductions: the model's own sums over rows are losses too.
         selections: calls in the model's code that select by the data's values what a parameter or a loss sees, as traced, with
             the module that makes each.
     """
@@ -99,6 +105,8 @@ class LossTerms:
         self.alone = alone
         self.reductions = reductions
         self.terms: list[Term] = []
+        #: Tensors with rows of which the model made something without: by their places in autograd's graph.
+        self.reduced: dict[tuple[Any, int], torch.Tensor] = {}
         self.unmapped: str | None = None
         #: Tokens a row that each loss saw.
         self.tokens: list[int] = []
@@ -113,6 +121,18 @@ class LossTerms:
         by_unit = self.reduce(losses, valid, reduction, whose)
         # How many tokens the data select follows from no shape.
         return self.note(by_unit, losses.numel() if whose is None else 0, reduction)
+
+    def of(self, total: torch.Tensor) -> list[Term]:
+        """What a model's loss is the weighted sum of: loss functions' terms, and its own last tensors with rows.
+
+        Raises `OwnLoss` if it has none.
+        """
+        found = summands(total, self.reduced, [term.leaf for term in self.terms]) if self.reduced else []
+        self.tokens += [t.numel() // self.layout.rows for t in found]
+        terms = self.terms + [Term(t, t, t) for t in found]
+        if not terms:
+            raise OwnLoss(self.unmapped or "the model computes its loss without torch's loss functions")
+        return terms
 
     def maps(self, tokens: int) -> bool:
         """Whether the axis of a loss's tokens can be cut into units."""
@@ -190,7 +210,8 @@ def intercepted(terms: LossTerms) -> Iterator[None]:
     originals = {name: functions[name] for name in _PARAMETERS}
     try:
         functions.update({name: partial(_report, name, original, terms) for name, original in originals.items()})
-        with terms.throughout, _RowReductions(terms) if terms.reductions else nullcontext():
+        own = terms.reductions and terms.layout.token_segments is None
+        with terms.throughout, _RowReductions(terms) if own else nullcontext():
             yield
     finally:
         functions.update(originals)
@@ -230,41 +251,31 @@ def batch_divisors() -> Iterator[list[str]]:
 
 
 class _RowReductions(TorchFunctionMode):
-    """Reports means and sums of whole tensors to ``terms``, for losses that a model computes by itself."""
+    """Notes in ``terms`` the tensors with rows of which a model makes others, for losses that it computes by itself."""
 
     def __init__(self, terms: LossTerms):
         super().__init__()
         self._terms = terms
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reduction, axes = _REDUCTIONS.get(func), args[1:]
-        losses: Any = args[0] if args else None
-        if func in _DOTS or (func is torch.einsum and _CONTRACTS.fullmatch(str(losses).replace(" ", ""))):
-            reduction, losses, axes = "sum", args[-2] * args[-1], ()
-        if reduction is not None and _reduces_all(losses, kwargs or {}, *axes) and torch.is_grad_enabled():
-            rows = type(losses) is torch.Tensor and losses.requires_grad and losses.dim() > 0
-            if rows and losses.shape[0] == self._terms.layout.rows and self._terms.layout.token_segments is None:
-                valid = ~losses.isnan() if "nan" in func.__name__ else None
-                losses = losses if valid is None else torch.where(valid, losses, 0.0)
-                scalar = self._terms.add(losses, valid, reduction, losses)
-                if scalar is not None:
-                    return scalar
-        return func(*args, **(kwargs or {}))
-
-
-def _reduces_all(losses: Any, options: Mapping[str, Any], *axes: Any) -> bool:
-    """Whether a mean or a sum of a tensor runs over all of its axes, or over its only one."""
-    axes += (options["dim"],) if options.keys() == {"dim"} else ()
-    if len(axes) > 1 or options.keys() - {"dim"}:
-        return False
-    return axes in ((), (None,)) or len([axes[0]] if isinstance(axes[0], int) else axes[0]) == losses.dim()
-
-
-_REDUCTIONS = {
-    getattr(own, n + name): name for own in (torch, torch.Tensor) for n in ("", "nan") for name in ("mean", "sum")
-}
-#: Sums of products over all axes; and the equations of `torch.einsum` that are.
-_DOTS, _CONTRACTS = (torch.dot, torch.Tensor.dot, torch.vdot), re.compile(r"(\w+),\1->")
+        given, name = kwargs or {}, getattr(func, "__name__", "")
+        if is_metadata(func) or not torch.is_grad_enabled():
+            return func(*args, **given)
+        if name in ("dot", "inner", "matmul", "__matmul__", "vdot") and {t.dim() for t in args} == {1}:
+            # Weights may follow from the inputs, so that no graph tells them from the losses.
+            func, args = torch.sum, (args[0] * args[1],)
+        rows = self._terms.layout.rows
+        whole = [t for t in tensors((args, given)) if type(t) is torch.Tensor and t.grad_fn is not None and t.dim()]
+        owned = [t for t in whole if t.shape[0] == rows]
+        if owned and name in ("nanmean", "nansum") and len(args) == 1 and not given:
+            # A sum of products with 0 would be NaN.
+            valid = ~args[0].isnan()
+            scalar = self._terms.add(torch.where(valid, args[0], 0.0), valid, name[3:], args[0])
+            if scalar is not None:
+                return scalar
+        result = func(*args, **given)
+        self._terms.reduced |= {(t.grad_fn, t.output_nr): t for t in owned if t.shape != getattr(result, "shape", None)}
+        return result
 
 
 def _report(name: str, original: Callable[..., Any], terms: LossTerms, /, *args: Any, **options: Any) -> Any:
@@ -312,18 +323,24 @@ def _class_loss(
     return terms.add(losses, valid, reduction, input, target)
 
 
-def divided_terms(shares: Sequence[float], single: Sequence[float], rows: int) -> frozenset[int]:
-    """The loss functions whose coefficient is ``rows`` times as large on a row alone, all others' being the same.
+def divided_terms(found: RowValues, singles: Mapping[int, RowValues], rows: int) -> frozenset[int]:
+    """The losses whose coefficient is ``rows`` times as large for rows alone (``singles``), all others' being the same.
 
     Raises `UnsupportedUse` if a coefficient depends on the batch in another way.
     """
-    found = set()
-    for index, (several, one) in enumerate(zip(shares, single)):
-        if abs(several - one) > 1e-5 * abs(several):
-            if abs(several * rows - one) > 1e-5 * abs(one):
+    divided, (single, *_) = set(), singles.values()
+    for index, (several, one) in enumerate(zip(found.shares, single.shares)):
+        if several is None:
+            # The row that has most of the model's own sum tells.
+            alone = {at: own.values[index] for at, own in singles.items() if len(own.values) > index}
+            pairs = [(float(value[0]), float(found.values[index][at])) for at, value in alone.items()]
+            one, several = max(pairs, key=lambda pair: abs(pair[0]))
+            divided |= {index} if abs(several * rows - one) <= abs(several - one) else set()
+        elif one is None or abs(several - one) > 1e-5 * abs(several):
+            if one is None or abs(several * rows - one) > 1e-5 * abs(one):
                 raise UnsupportedUse("the coefficients of the model's loss depend on the batch")
-            found.add(index)
-    return frozenset(found)
+            divided.add(index)
+    return frozenset(divided)
 
 
 def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, verify: bool) -> torch.Tensor:
@@ -335,20 +352,18 @@ def combine(total: torch.Tensor, found: LossTerms, divided: frozenset[int], *, v
     depend on the parameters alone (a penalty of the weights), or on the whole batch. Without it nothing is read back from
     a GPU.
     """
-    terms = found.terms
-    if not terms:
-        raise OwnLoss(found.unmapped or "the model computes its loss without torch's loss functions")
+    terms = found.of(total)
     # A version counts what was added to a scalar in place.
     if len(terms) == 1 and not divided and total is terms[0].scalar and total._version == 0:
         return terms[0].per_unit
-    if _reaches_more(total, terms):
+    if len(terms) == len(found.terms) and _reaches_more(total, terms):
         raise OwnLoss("the model adds a term of its own to torch's loss functions")
-    own = [torch.zeros_like(t.leaf) if share is None else share for share, t in zip(shares(total, terms), terms)]
+    own = shares(total, terms)
     # On a processor nothing waits: a loss that is cut off, or bent, beyond what the first batches held is found when it comes.
     if verify or total.device.type == "cpu":
         _require_weighted_sum(total, own, terms, first=verify)
-    rows = found.layout.rows
-    parts = [t.per_unit * (s * rows if i in divided else s) for i, (t, s) in enumerate(zip(terms, own))]
+    layout = found.layout
+    parts = [t.weighted(s * layout.rows if i in divided else s, layout) for i, (t, s) in enumerate(zip(terms, own))]
     return torch.stack(parts).sum(0)
 
 
@@ -368,23 +383,11 @@ def _reaches_more(total: torch.Tensor, terms: Sequence[Term]) -> bool:
     return any(variable is not None and id(variable) not in leaves for variable in own)
 
 
-def graph_of(total: torch.Tensor) -> Iterator[Any]:
-    """The nodes of a tensor's graph, each once."""
-    seen: set[Any] = {None}
-    waiting: list[Any] = [total.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            yield node
-            seen.add(node)
-            waiting += [function for function, _ in node.next_functions]
-
-
 def _require_weighted_sum(total: torch.Tensor, own: list[torch.Tensor], terms: list[Term], *, first: bool) -> None:
-    if not any(float(share) for share in own):
+    if not any(bool(share.any()) for share in own):
         kind = SelfCheckError if first else UnsupportedUse
         raise kind("the model's loss does not follow the per-example losses inside it; nothing can be clipped")
-    explained = sum(float(share) * float(term.value) for share, term in zip(own, terms))
+    explained = sum(float((share * term.leaf.detach()).sum()) for share, term in zip(own, terms))
     value = float(total.detach())
     rounding = 1e-4 if total.dtype in (torch.float32, torch.float64) else 1e-2
     if abs(value - explained) > rounding * max(abs(value), abs(explained)):

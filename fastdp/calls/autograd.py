@@ -1,0 +1,73 @@
+"""Autograd's graph of a loss: its nodes, and the tensors from which it follows by sums alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+#: Operations that are linear in their only operand with a gradient; or in the dividend.
+_SUMS = re.compile(
+    r"(Add|Alias|Bmm|Cat|Clone|Diagonal|Div|Dot|Expand|Mean|Mm|Mul|Mv|Neg|Permute|Repeat|ReshapeAlias|Rsub|Select|Slice|Split|"
+    r"Squeeze|Stack|Sub|Sum|T|ToCopy|Trace|Transpose|Unbind|UnsafeView|Unsqueeze|View)Backward\d"
+)
+_PRODUCTS = ("Bmm", "Dot", "Mm", "Mul", "Mv")
+
+
+def _operands(node: Any) -> list[Any]:
+    """What a node of autograd's graph makes a weighted sum of, as edges; nothing for other operations."""
+    edges, name = [edge for edge in node.next_functions if edge[0] is not None], node.name()
+    product = name.startswith(_PRODUCTS) and len(edges) > 1
+    divisor = name.startswith("Div") and edges != [*node.next_functions[:1]]
+    return edges if _SUMS.fullmatch(name) and not (product or divisor) else []
+
+
+def graph_of(total: torch.Tensor) -> Iterator[Any]:
+    """The nodes of a tensor's graph, each once."""
+    seen: set[Any] = {None}
+    waiting: list[Any] = [total.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            yield node
+            seen.add(node)
+            waiting += [function for function, _ in node.next_functions]
+
+
+def summands(
+    total: torch.Tensor, known: Mapping[tuple[Any, int], torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The ``known`` tensors, by their edges, of which a loss is a weighted sum, along with some ``leaves``; none if it is not.
+
+    Of several on one path it is the first.
+    """
+    ids, top = set(map(id, leaves)), (total.grad_fn, total.output_nr)
+    follows, waiting = dict[Any, bool](), [top]
+
+    def below_of(edge: tuple[Any, int]) -> list[Any]:
+        edges = _operands(edge[0])
+        # A constant that was added shows in no graph.
+        return (
+            [] if edge in known and len(edges) == 1 and edge[0].name().startswith(("AddB", "Rsub", "SubB")) else edges
+        )
+
+    while waiting:
+        inner = below_of(waiting[-1])
+        if missing := [edge for edge in inner if edge not in follows]:
+            waiting += missing
+            continue
+        edge = waiting.pop()
+        end = edge in known or id(getattr(edge[0], "variable", None)) in ids
+        follows[edge] = end or (bool(inner) and all(follows[below] for below in inner))
+    path = {top: None} if follows[top] else {}
+    found, waiting = [], [*path]
+    for edge in waiting:
+        inner = below_of(edge)
+        if inner and all(follows[below] for below in inner):
+            waiting += [below for below in inner if below not in path]
+            path |= dict.fromkeys(inner)
+        elif edge in known:
+            found.append(known[edge])
+    return found
