@@ -63,7 +63,7 @@ class StateCheck:
         """
         self._restore_parameters()
         known = self._settled[::2] if self._settled is not None and written and self._alike else ()
-        self._settled, self._buffers = self._parameters(*known), self._saved_buffers()
+        self._settled, self._buffers = self._parameters(*known), self._buffers if known else self._saved_buffers()
         self._frozen = self._frozen if known else [p for p, t in zip(*self._settled[::2]) if not t]
 
     def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
@@ -83,7 +83,7 @@ class StateCheck:
         declared = before[0] if declared is None else declared
         self._alike = before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
         # A module may hold a parameter that another one has too.
-        if self._alike and {*map(id, itertools.compress(now[0], now[2]))} == {*map(id, filter(_TRAINED, declared))}:
+        if self._alike and {*map(id, declared)}.issuperset(map(id, itertools.compress(now[0], now[2]))):
             return
         known, own = {id(p): (c, t) for p, c, t in zip(*before)}, set(map(id, declared))
         replaced = not {n for n, (_, t) in known.items() if t or n in self.moved} <= set(map(id, now[0]))
