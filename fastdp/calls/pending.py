@@ -7,7 +7,7 @@ import re
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -128,10 +128,14 @@ class PendingGradients:
         return made
 
 
-def users_hooks(parameter: torch.nn.Parameter) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """Hooks that the user registered on a parameter's gradient, the first first."""
-    every = (parameter._backward_hooks or {}).values()
-    return [hook for hook in every if not (isinstance(hook, partial) and hook.func is _make_way)]
+def users_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
+    """Hooks that the user registered on the gradients of parameters, the first first, by the parameter's name."""
+    found: dict[str, list[Callable[[torch.Tensor], Any]]] = {}
+    for name, parameter in parameters.items():
+        for hook in (parameter._backward_hooks or {}).values():
+            if getattr(hook, "func", None) is not _make_way:
+                found.setdefault(name, []).append(hook)
+    return found
 
 
 def _make_way(parameter: weakref.ref[torch.nn.Parameter], _gradient: torch.Tensor) -> None:

@@ -1,7 +1,4 @@
-"""One pass of a model, forward and backward, by the route that its per-example gradients take, into an accumulator.
-
-`Passes` has, in order: what is known of the model, the forward pass by each route, the backward pass, and its memory.
-"""
+"""One pass of a model, forward and backward, by the route that its per-example gradients take, into an accumulator."""
 
 from __future__ import annotations
 

@@ -123,6 +123,7 @@ class Release:
         even = [total for name, total in totals.items() if name not in uneven]
         if even:
             torch._foreach_div_(even, self.expected_batch_size)
+        hooks = users_hooks(self.parameters)
         for name in names:
             parameter, total = self.parameters[name], totals.pop(name)
             if name in uneven:
@@ -130,7 +131,7 @@ class Release:
                 axes.along(total, pieces.part(axes.rows, parameter) / self.expected_batch_size)
             total = total.to(parameter.dtype)
             parameter.grad = pieces.from_piece(total, parameter) if name in self._cut else total
-            for hook in users_hooks(parameter):
+            for hook in hooks.get(name, ()):
                 changed = hook(parameter.grad)
                 parameter.grad = parameter.grad if changed is None else changed
         sums.clear()
@@ -150,7 +151,7 @@ class Release:
         self, every: Sequence[str], sums: dict[str, torch.Tensor], policy: Policy, update: Update
     ) -> list[str]:
         """Names of the parameters that an optimizer's own step leaves to us; the sums of others are gone."""
-        kept = {name for name in every if name in policy.masks or users_hooks(self.parameters[name])}
+        kept = policy.masks.keys() | users_hooks(self.parameters).keys()
         names = [name for name in every if name not in kept]
         parameters = [self.parameters[name] for name in names]
         totals = self._totals(names, sums)

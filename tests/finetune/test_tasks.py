@@ -317,7 +317,7 @@ def test_a_head_of_another_size_is_named_with_a_way_on(models, table, tokenizer,
     hf.BertForSequenceClassification(config).save_pretrained(tmp_path / "graded")
     tokenizer.save_pretrained(tmp_path / "graded")
     run = tmp_path / "run"
-    with pytest.raises(ConfigError, match=r"classifier.* is \[3.* needs \[1.*save its body alone"):
+    with pytest.raises(ConfigError, match=r"classifier.* is \[3.* not \[1.*base_model"):
         finetune(settings(tmp_path, table, run, "graded", "regression"))
     assert not run.exists() or not any(run.iterdir())
     # The way on that it names.
