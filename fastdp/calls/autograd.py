@@ -26,8 +26,11 @@ def _operands(node: Any) -> list[Any]:
 
 def graph_of(total: torch.Tensor) -> Iterator[Any]:
     """The nodes of a tensor's graph, each once."""
+    return _nodes([total.grad_fn])
+
+
+def _nodes(waiting: list[Any]) -> Iterator[Any]:
     seen: set[Any] = {None}
-    waiting: list[Any] = [total.grad_fn]
     while waiting:
         node = waiting.pop()
         if node not in seen:
@@ -41,7 +44,7 @@ def summands(
 ) -> list[torch.Tensor]:
     """The ``known`` tensors, by their edges, of which a loss is a weighted sum, along with some ``leaves``; none if it is not.
 
-    Of several on one path it is the first.
+    Of several on one path it is the first, unless others are computed from that one by more than sums: then it is the last.
     """
     ids, top = set(map(id, leaves)), (total.grad_fn, total.output_nr)
     follows, waiting = dict[Any, bool](), [top]
@@ -61,13 +64,19 @@ def summands(
         edge = waiting.pop()
         end = edge in known or id(getattr(edge[0], "variable", None)) in ids
         follows[edge] = end or (bool(inner) and all(follows[below] for below in inner))
-    path = {top: None} if follows[top] else {}
-    found, waiting = [], [*path]
-    for edge in waiting:
+    if not follows[top]:
+        return []
+    path, first, last, waiting = {top}, list[Any](), list[Any](), [(top, False)]
+    for edge, summed in waiting:
         inner = below_of(edge)
+        if edge in known and not summed:
+            last.append(edge)
         if inner and all(follows[below] for below in inner):
-            waiting += [below for below in inner if below not in path]
-            path |= dict.fromkeys(inner)
+            waiting += [(below, summed or edge in known) for below in inner if below not in path]
+            path.update(inner)
         elif edge in known:
-            found.append(known[edge])
-    return found
+            first.append(edge)
+    ends = {node for node, _ in first}
+    below = [node for end in ends for node, _ in end.next_functions]
+    nested = len(ends) > 1 and not ends.isdisjoint(_nodes(below))
+    return [known[edge] for edge in (last if nested else first)]

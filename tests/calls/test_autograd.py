@@ -38,3 +38,12 @@ def test_leaves_may_stand_beside_them() -> None:
     total = t.mean() + 2 * leaf
     assert summands(total, {(t.grad_fn, 0): t}, [leaf])[0] is t
     assert len({*graph_of(total)}) == len([*graph_of(total)])
+
+
+def test_of_tensors_that_follow_from_one_another_the_last_is_taken() -> None:
+    """As in a normalizing flow, whose scales are part of the loss and of what comes behind them."""
+    t = torch.rand(3, requires_grad=True).tanh()
+    z = t.exp() + 1
+    losses = 0.5 * z - t
+    found = summands(losses.mean(), {(own.grad_fn, own.output_nr): own for own in (t, z, losses)}, [])
+    assert [*map(id, found)] == [id(losses)]

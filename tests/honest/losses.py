@@ -443,6 +443,9 @@ ORDERS = {
     "means_of_stacked_terms": lambda m, x, y: (
         torch.stack([F.cross_entropy(m.net(x), y, reduction="none"), m.net(x).square().sum(1)]).mean(1).sum()
     ),
+    "flow": lambda m, x, y: (lambda s: (0.5 * ((x[:, :3] * s.exp()) ** 2 + 1.8).sum(1) - s.sum(1)).mean())(
+        m.net(x).tanh()
+    ),
     "mean_of_the_only_axis": lambda m, x, y: F.cross_entropy(m.net(x), y, reduction="none").mean(dim=0),
     "pairs_concatenated": lambda m, x, y: (lambda z: -F.logsigmoid(z[0] - z[1]).mean())(
         m.net(torch.cat([x, x.flip(1)])).sum(1).chunk(2)
