@@ -319,6 +319,8 @@ class PrivateTraining(_TrainerBase):
         privacy = self.privacy
         options = {name: value for name, value in vars(privacy).items() if name != "user_id_column"}
         options |= self.private_options()
+        if privacy.criterion is not None and self.computes_loss:
+            _LOG.warning("criterion makes the training loss; compute_loss and compute_loss_func serve evaluation alone")
         given = privacy.criterion is not None or privacy.loss_reduction is not None
         if not given and self._smooths_labels(loader):
             options["criterion"] = self.smoothed_losses

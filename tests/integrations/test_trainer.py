@@ -285,6 +285,15 @@ def test_a_loss_over_the_whole_batch_is_refused_in_the_trainer_s_words(tmp_path:
     assert made.private.steps_done == 0
 
 
+def test_a_criterion_beside_a_loss_of_ones_own_is_said_to_train(tmp_path: Path, caplog: Any) -> None:
+    def criterion(output: Any, batch: Any) -> torch.Tensor:
+        return output.logits.float().square().mean((1, 2))
+
+    made = trainer(tmp_path, {"criterion": criterion}, kind=FromLogits, max_steps=1)
+    made.train()
+    assert "criterion makes the training loss" in caplog.text
+
+
 class NewOptimizer(fastdp.DPTrainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
