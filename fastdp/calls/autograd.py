@@ -66,17 +66,17 @@ def summands(
         follows[edge] = end or (bool(inner) and all(follows[below] for below in inner))
     if not follows[top]:
         return []
-    path, first, last, waiting = {top}, list[Any](), list[Any](), [(top, False)]
-    for edge, summed in waiting:
+    path, first, last, reached = {top}, list[Any](), list[Any](), [(top, False)]
+    for edge, summed in reached:
         inner = below_of(edge)
         if edge in known and not summed:
             last.append(edge)
         if inner and all(follows[below] for below in inner):
-            waiting += [(below, summed or edge in known) for below in inner if below not in path]
+            reached += [(below, summed or edge in known) for below in inner if below not in path]
             path.update(inner)
         elif edge in known:
             first.append(edge)
     ends = {node for node, _ in first}
-    below = [node for end in ends for node, _ in end.next_functions]
-    nested = len(ends) > 1 and not ends.isdisjoint(_nodes(below))
+    inputs = [node for end in ends for node, _ in end.next_functions]
+    nested = len(ends) > 1 and not ends.isdisjoint(_nodes(inputs))
     return [known[edge] for edge in (last if nested else first)]
