@@ -32,7 +32,7 @@ class Batches:
             for batch in loader:
                 # Pending are this batch and the one before, which Lightning trains on next.
                 self._require_consumed(pending=2)
-                loader.owner.require_step()
+                loader.owner.begin_microbatch()
                 yield batch
             self._require_consumed(pending=1)
         finally:

@@ -66,8 +66,8 @@ class LoaderOwner:
     def begin_iteration(self) -> None:
         """The loader is iterated anew."""
 
-    def require_step(self) -> None:
-        """Raise RuntimeError if the batch before was not followed by a step."""
+    def begin_microbatch(self) -> None:
+        """A microbatch is about to be made. Raises RuntimeError if the one before was not followed by a step."""
 
     def plan_probes(self, source: Collation, rows: int) -> None:
         """Plan probe batches before iteration, for a loop that takes batches ahead."""
@@ -210,7 +210,7 @@ class PrivateLoader:
             for number, (indices, ticket, lengths, batch) in enumerate(handed):
                 if not self.look_ahead:
                     self.require_consumed()
-                    self.owner.require_step()
+                    self.owner.begin_microbatch()
                 if self._may_pad and self.owner.records_passes:
                     batch = self._buckets.pad(batch)
                 source = Collation.of(self.dataset, self.collate_fn, indices, batch, self.unit_map)

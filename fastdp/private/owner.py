@@ -20,10 +20,13 @@ _ACCUMULATES = (
 
 
 class RunOwner(LoaderOwner):
-    """A run, as its loader sees it; it does ``begin`` when its loader is iterated anew."""
+    """A run, as its loader sees it.
 
-    def __init__(self, stages: Stages, begin: Callable[[], None]):
-        self._stages, self._begin = stages, begin
+    It does ``begin`` when its loader is iterated anew, and ``begin_batch`` before each logical batch.
+    """
+
+    def __init__(self, stages: Stages, begin: Callable[[], None], begin_batch: Callable[[], None]):
+        self._stages, self._begin, self._begin_batch = stages, begin, begin_batch
 
     @property
     def _checks(self) -> Checks:
@@ -55,9 +58,12 @@ class RunOwner(LoaderOwner):
     def begin_iteration(self) -> None:
         self._begin()
 
-    def require_step(self) -> None:
-        if self._stages.engine.backwards > self._stages.engine.followed:
+    def begin_microbatch(self) -> None:
+        engine = self._stages.engine
+        if engine.backwards > engine.followed:
             raise RuntimeError(_ACCUMULATES)
+        if not engine.begun:
+            self._begin_batch()
 
     def plan_probes(self, source: Collation, rows: int) -> None:
         self._stages.engine.takes_ahead = True

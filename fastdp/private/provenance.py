@@ -127,8 +127,9 @@ class Provenance:
 
     def resume(self, bits: Sequence[int] | None) -> None:
         """A checkpoint was loaded, of weights that were known by this; None of a checkpoint that does not say."""
-        # Of pieces each process has its own, and a checkpoint one's.
-        if bits is None or tuple(bits) == self._bits() or any(map(is_dtensor, self._parameters.values())):
+        # Of pieces each process has its own, and a checkpoint one's. What was unfrozen later may come to be trained again.
+        known, in_pieces = len(self._parameters), any(map(is_dtensor, self._parameters.values()))
+        if bits is None or in_pieces or tuple(bits)[:known] == self._bits():
             self._released_bits.add(self._bits())
         else:
             self._note_changed()

@@ -88,14 +88,21 @@ class Release:
         *,
         secure_rounding: bool = True,
     ):
-        self.parameters = parameters
+        self.parameters = dict[str, torch.nn.Parameter]()
         self.ledger = ledger
         self.stream = stream
         self.expected_batch_size = expected_batch_size
         self.secure_rounding = secure_rounding
-        self._tensors = {name: index for index, name in enumerate(parameters)}
-        self._cut = frozenset(name for name, parameter in parameters.items() if pieces.is_dtensor(parameter))
+        self._tensors: dict[str, int] = {}
+        self._cut: frozenset[str] = frozenset()
+        self.include(parameters)
         self._count = 0
+
+    def include(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Release gradients of these parameters too, from here on, with noise at positions of their own."""
+        self.parameters = {**self.parameters, **parameters}
+        self._tensors |= {name: len(self._tensors) + index for index, name in enumerate(parameters)}
+        self._cut |= {name for name, parameter in parameters.items() if pieces.is_dtensor(parameter)}
 
     def __call__(
         self,

@@ -22,6 +22,7 @@ from fastdp.distributed.pieces import is_dtensor
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.engine import Engine
 from fastdp.private.card import DISCARDED, training_card
+from fastdp.private.checks import check_model
 from fastdp.private.criterion import Criterion, mean_of_rows
 from fastdp.private.ending import Ending
 from fastdp.private.loader import PrivateLoader
@@ -103,7 +104,7 @@ class Private:
         #: What is said where the run ends early.
         self.ending = Ending(self.ledger, counts=self.plan.sigma > 0 and self.ranks.leads)
         self._collected = weakref.finalize(self, self.ending)
-        data_loader.owner = RunOwner(stages, self._begin_iteration)
+        data_loader.owner = RunOwner(stages, self._begin_iteration, self._include_unfrozen)
         data_loader.most_tokens = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         self._follow_schedule()
 
@@ -215,7 +216,18 @@ class Private:
         self.ledger.begin_pass()
         for observer in self._observers:
             observer.begin_pass()
+        self._include_unfrozen()
         self.prepare()
+
+    def _include_unfrozen(self) -> None:
+        """Before a logical batch: train what the loop has unfrozen since make_private, and the optimizer holds."""
+        known = {*map(id, self._stages.parameters.values())}
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
+        if held <= known or self.installed is not None or self.method.selects or self._stages.prepares:
+            return
+        check_model(self.model, self.optimizer)
+        self._stages.include({n: p for n, p in self.model.named_parameters() if id(p) in held - known})
+        self._follow_schedule()
 
     def _abandon(self) -> None:
         if self._engine.abandon() and not self.ledger.untouched and self.ledger.noted(DISCARDED) is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,11 +59,14 @@ class Stages:
     ):
         self.model, self.optimizer, self.method, self.plan = model, optimizer, method, plan
         self.release, self.ledger, self.ranks = release, ledger, ranks
-        self.parameters: Mapping[str, torch.nn.Parameter] = dict(release.parameters)
+        #: All that the run may train, by name; it grows by what the loop unfreezes.
+        self.parameters = dict(release.parameters)
         self.outcome: Outcome = {}
         self._chosen: tuple[Outcome, str] = self.outcome, ""
         #: What the loop froze, by identity: it stays frozen in the stages to come.
         self._frozen: frozenset[int] = frozenset()
+        #: What earlier stages' checks assumed, for the card.
+        self._assumed: dict[str, None] = {}
         #: The step before which the latest preparation ran; -1 before the first.
         self.prepared_step = -1
         #: The step up to which no preparation has been due since the latest one.
@@ -111,6 +115,20 @@ class Stages:
         # What comes between two stages comes between two releases.
         cast(Checks, self.engine.checks).state.settle()
 
+    def include(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Open the stage anew, with these parameters trained as well. Adaptive bounds go on from where they are."""
+        policy = self.engine.accumulator.policy
+        cast(Checks, self.engine.checks).state.require_parameters()
+        self._close_stage()
+        self.parameters |= parameters
+        self.release.include(parameters)
+        self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        self.engine = self._open()
+        opened = self.engine.accumulator.policy
+        if len(opened.bounds) == len(policy.bounds):
+            self.engine.accumulator.policy = replace(opened, bounds=policy.bounds, stds=policy.stds)
+        cast(Checks, self.engine.checks).state.settle()
+
     def _release(self, preparation: Preparation) -> None:
         """Let a copy of the method make its releases: what it keeps, or writes into the model, has no noise."""
         state = StateCheck(self.model)
@@ -153,6 +171,7 @@ class Stages:
 
     def _close_stage(self) -> None:
         self.engine.close()
+        self._assumed |= dict.fromkeys(cast(Checks, self.engine.checks).sentences())
         stage = self.release.parameters.values()
         frozen = {id(p) for p in stage if not p.requires_grad}
         self._frozen = self._frozen.difference(map(id, stage)) | frozen
@@ -181,6 +200,7 @@ class Stages:
         self.first_policy = self.method.policy(trained, self.plan.sigma, self.outcome)
         engine = self._open_engine(self.first_policy)
         engine.holder = self
+        cast(Checks, engine.checks).assumptions |= self._assumed
         for parameter in trained.values():
             parameter.requires_grad_(id(parameter) not in self._frozen)
         return engine

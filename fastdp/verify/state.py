@@ -22,7 +22,9 @@ _KINDS = "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_
 _Buffers = dict[str, tuple[torch.Tensor, int]]
 #: Parameters, in order, how often each was written, and whether it is trained.
 _Parameters = tuple[list[Any], list[int], list[bool]]
-UNDECLARED = "{} was not trainable at make_private. Freeze it; a new run can start with it trainable, then freeze it."
+UNDECLARED = (
+    "{} is trained, and this batch began without it. Freeze it; or, with DP-SGD, unfreeze it in the optimizer before."
+)
 MOVED = "{} is moved along a direction, without a gradient of its own: freeze it again."
 
 

@@ -343,9 +343,8 @@ def _frozen(begin: bool, end: bool) -> Case:
     return habit(model, optimizer=everything, after_epoch=change, late=True, exact=True)
 
 
-_CHOSEN = "what may be trained is stated at make_private"
 register("frozen_in_optimizer", lambda: _frozen(False, False))
-register("unfrozen_later", lambda: _frozen(False, True), "refused: trainable", _CHOSEN)
+register("unfrozen_later", lambda: _frozen(False, True))
 register("frozen_later", lambda: _frozen(True, False))
 
 

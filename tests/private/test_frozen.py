@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,13 @@ def run(private: Private, each: Callable[[int], None] = lambda done: None) -> No
             each(private.steps_done)
 
 
+def run_epoch(private: Private) -> None:
+    for batch in private.data_loader:
+        private.model(**batch)["loss"].backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+
+
 def freeze(model: nn.Module, name: str, frozen: bool) -> None:
     model.get_parameter(name).requires_grad_(not frozen)
 
@@ -72,18 +81,112 @@ def test_clipping_ignores_what_is_frozen(frozen: str, build: Callable[[], nn.Mod
         assert error(gradients, expected) < CLIPPED
 
 
-def test_a_parameter_that_was_frozen_at_make_private_may_not_be_unfrozen_and_the_run_goes_on() -> None:
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("capped", [None, 2])
+def test_what_is_unfrozen_between_two_batches_is_clipped_with_all_else(add: bool, capped: int | None) -> None:
     model = Classifier()
     freeze(model, "first.weight", True)
+    held = [p for p in model.parameters() if p.requires_grad or not add]
+    optimizer, method = torch.optim.SGD(held, lr=0.0), fastdp.DPSGD(max_grad_norm=0.5)
+    private = start(model, optimizer=optimizer, method=method, max_physical_batch_size=capped)
+    iterator = iter(private.data_loader)
+    assert "first.weight" not in logical_step(private, iterator)[0]
+    freeze(model, "first.weight", False)
+    if add:
+        optimizer.add_param_group({"params": [model.first.weight]})
+    for absent in ((), ("first.weight",), ()):
+        freeze(model, "first.weight", bool(absent))
+        iterator = iterator if not absent else iter(private.data_loader)
+        gradients, batches = logical_step(private, iterator)
+        truth = [{n: g for n, g in own.items() if n not in absent} for own in one_by_one(model, join(batches))]
+        expected = {n: g / private.expected_batch_size for n, g in clipped_sum(truth, 0.5).items()}
+        assert gradients.keys() == expected.keys()
+        assert error(gradients, expected) < CLIPPED
+
+
+def test_what_is_unfrozen_has_noise_of_its_own_and_adaptive_bounds_go_on() -> None:
+    model = Classifier()
+    freeze(model, "first.weight", True)
+    method = fastdp.DPSGD(max_grad_norm=0.5, adaptive=fastdp.AdaptiveClipping())
+    private = start(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), method=method, **PRIVATE)
+    iterator = iter(private.data_loader)
+    logical_step(private, iterator)
+    bounds = private.policy.bounds
+    assert bounds != (0.5,)
+    freeze(model, "first.weight", False)
+    batch = next(iterator)
+    assert private.policy.bounds == bounds
+    private.model(**batch)["loss"].backward()
+    private.optimizer.step()
+    noises = [g.flatten()[:7] for g in (p.grad for p in model.parameters()) if g is not None]
+    assert len(noises) == 4
+    assert all(not torch.allclose(a, b) for a, b in itertools.combinations([n for n in noises if len(n) == 7], 2))
+
+
+def test_a_run_that_unfreezes_is_resumed_and_its_card_holds(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {}
+    for resume in (False, True):
+        model = Classifier()
+        freeze(model, "first.weight", True)
+        options = {**PRIVATE, "output_dir": tmp_path, "resume": resume, "unsafe_seed": None}
+        private = start(model, optimizer=OPTIMIZERS["torch"](model), **options)
+        if resume:
+            model.load_state_dict(saved["model"])
+            private.optimizer.load_state_dict(saved["optimizer"])
+            private.load_state_dict(saved["private"])
+        else:
+            run_epoch(private)
+        freeze(model, "first.weight", False)
+        if not resume:
+            logical_step(private)
+        saved = {name: getattr(private, name).state_dict() for name in ("model", "optimizer")}
+        saved = copy.deepcopy(saved) | {"private": private.state_dict()}
+        if resume:
+            run_epoch(private)
+            assert private.steps_done == STEPS
+        private.detach()
+    card = private.card()
+    assert card["model"]["trained_parameters"] == sum(p.numel() for p in model.parameters())
+    assert not any("changed" in sentence for sentence in card["assumptions"])
+    card.save(tmp_path / "card")
+    assert verify(tmp_path / "card.json", ledger=tmp_path / "ledger.jsonl").holds
+
+
+def test_the_card_keeps_what_was_assumed_before_a_parameter_was_unfrozen() -> None:
+    model = Classifier()
+    model.first.requires_grad_(False)
     private = start(model, optimizer=OPTIMIZERS["torch"](model), **PRIVATE)
+    iterator = iter(private.data_loader)
+    logical_step(private, iterator)
+    with torch.no_grad():
+        model.first.bias.add_(1)
+    logical_step(private, iterator)
+    freeze(model, "first.weight", False)
+    logical_step(private, iterator)
+    assert any("the loop wrote" in sentence for sentence in private.card()["assumptions"])
+    with torch.no_grad():
+        model.second.bias.add_(1)
+    freeze(model, "first.bias", False)
+    with pytest.raises(RuntimeError, match=r"second\.bias was changed outside of a release"):
+        next(iter(private.data_loader))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_the_optimizer_does_not_hold_or_a_batch_began_without_is_refused_and_the_run_goes_on(held: bool) -> None:
+    model = Classifier()
+    freeze(model, "first.weight", True)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if held or p.requires_grad], lr=0.1)
+    private = start(model, optimizer=optimizer, **PRIVATE)
     before, batches = state(model), iter(private.data_loader)
     logical_step(private, batches)
+    batch = next(batches)
     freeze(model, "first.weight", False)
-    with pytest.raises(
-        RuntimeError, match=r"first.weight was not trainable at make_private.* 1 of 6 releases are spent"
-    ):
-        logical_step(private, batches)
+    private.model(**batch)["loss"].backward()
+    with pytest.raises(RuntimeError, match=r"first.weight is trained.* 1 of 6 releases are spent"):
+        optimizer.step()
     freeze(model, "first.weight", True)
+    optimizer.step()
+    optimizer.zero_grad()
     while private.steps_done < private.total_steps:
         run(private)
     assert torch.equal(model.first.weight, before["first.weight"])
