@@ -30,7 +30,7 @@ from fastdp.engine.errors import (
     UnseenUse,
     out_of_memory,
 )
-from fastdp.engine.loss.boundary import Junction, require_positive
+from fastdp.engine.loss.boundary import Junction, forbid_backward, require_positive
 from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes, has_terms
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
@@ -137,10 +137,10 @@ class Engine(Passes):
         if not self.tickets:
             if self.backwards > self.followed:
                 raise RuntimeError(FORWARD_AFTER_BACKWARD)
-            if any(tensor.grad_fn is not None for _, tensor in leaves((args, kwargs))):
-                # What another network made, as a GAN's generator, which learns by this pass.
-                return self.forwards.root.plain(*args, **kwargs)
-            raise RuntimeError(NO_BATCH)
+            output = self.forwards.root.plain(*args, **kwargs)
+            # What another network made, as a GAN's generator, which learns by this pass.
+            made = any(tensor.grad_fn is not None for _, tensor in leaves((args, kwargs)))
+            return output if made else forbid_backward(output, NO_BATCH)
         given = call = args, kwargs
         inputs = leaves(given)
         if [t for _, t in inputs if t.requires_grad and t.is_leaf]:

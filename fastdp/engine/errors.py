@@ -9,15 +9,11 @@ TWO_FORWARDS = (
     "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
     "wrapper module's forward()."
 )
-NO_BATCH = (
-    "no batch is outstanding: take one from make_private's loader, or call model.eval() for passes that do not train."
-)
+NO_BATCH = "backward() ran on a pass without a batch of make_private's loader: train on its batches alone."
 FORWARD_AFTER_BACKWARD = (
     "A forward pass ran after its batch's backward(). Run all passes first, then call backward() once on their sum."
 )
-CALLED_ON_OUTPUTS = (
-    "The model was called on its own outputs of a batch. Run all steps inside its forward(), called once."
-)
+CALLED_ON_OUTPUTS = "The model was called on its own outputs. Run all steps inside its forward(), called once."
 OUTSIDE_OF_LOSS = (
     "A gradient reached the model outside of its loss. Return all it reads from forward(), call backward() once; penalize "
     "weights by weight_decay= or optimizer.register_step_pre_hook."

@@ -72,6 +72,7 @@ HABITS: dict[str, dict[str, Any]] = {
     "train_forgotten_after_evaluation": {"after_epoch": lambda m, o, epoch: (evaluate(m), m.eval())},
     "evaluation_within_epoch": {"after_step": lambda m, o, step: step % 2 or evaluate(m)},
     "evaluation_with_gradients": {"after_epoch": lambda m, o, epoch: evaluate(m, grad=True)},
+    "evaluation_as_in_training": {"after_epoch": lambda m, o, epoch: evaluate(m, switch=False, grad=True)},
     "saved_each_epoch": {"after_epoch": save},
     "clipped_by_hand": {"after_backward": lambda m, o, step: float(nn.utils.clip_grad_norm_(m.parameters(), 1.0))},
     "gradient_norm_logged_before_step": {"after_backward": lambda m, o, step: norms(m)},

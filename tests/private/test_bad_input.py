@@ -304,8 +304,8 @@ def _with_gradients(private: Any) -> None:
     private.model(batch["x"].requires_grad_(), batch["labels"])
 
 
-def _called_with(private: Any, rows: int) -> None:
-    private.model(torch.zeros(rows, FEATURES), torch.zeros(rows, dtype=torch.int64))
+def _called_with(private: Any, rows: int) -> Any:
+    return private.model(torch.zeros(rows, FEATURES), torch.zeros(rows, dtype=torch.int64))
 
 
 def _mean(output: Any, batch: Any) -> torch.Tensor:
@@ -338,7 +338,13 @@ NO_BACKWARD = r"step\(\) without backward\(\)"
         (Classifier, PIECES, _ahead, RuntimeError, "taken ahead"),
         (Classifier, {}, _after_backward, RuntimeError, r"A forward pass ran after its batch's backward\(\)"),
         (Classifier, {}, _with_gradients, ValueError, r"An input requires gradients.* model.eval\(\)"),
-        (Classifier, {}, lambda p: _called_with(p, 2), RuntimeError, "no batch is outstanding"),
+        (
+            Classifier,
+            {},
+            lambda p: _called_with(p, 2)["loss"].backward(),
+            RuntimeError,
+            "without a batch of make_private",
+        ),
         (
             Classifier,
             {},

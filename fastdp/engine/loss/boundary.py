@@ -196,6 +196,11 @@ def require_loss(output: Any, *, only: bool = False) -> torch.Tensor:
     return loss
 
 
+def forbid_backward(output: Any, reason: str) -> Any:
+    """The same output, of which a backward pass raises RuntimeError with this reason."""
+    return map_tensors(output, lambda t: ForbidBackward.apply(t, reason) if t.requires_grad else t)
+
+
 def replace_loss(output: Any, loss: torch.Tensor, beside: Mapping[int, torch.Tensor] = {}) -> Any:
     """The same output around another loss, and other tensors in the place of those ``beside`` it, by identity.
 
