@@ -40,7 +40,6 @@ _INPUTS = (
 )
 _TERMS = "{why}. Average the loop's own terms over rows, or compute the whole loss in forward(); this batch was not released."
 _REDUCTION = "The loop's loss is the {own} over rows. Pass loss_reduction='{own}'; this batch was not released."
-_HOW = {"alone": "alone than in its batch"}
 
 
 class _Outcome(NamedTuple):
@@ -148,16 +147,14 @@ class LoopCheck:
         self._rounding *= GRADIENT_TOLERANCE if outside else 1.0
         rows = parts[0][0].ticket.rows if outside else 0
         starts = (self._starts(row, parts)[1] for row in range(rows))
-        every = torch.stack(
-            [torch.cat([*map(_sketch, own)] or [torch.zeros(2).double()]) for own in starts] or [torch.ones(2)]
-        )
+        every = [torch.cat([*map(_sketch, own)] or [torch.zeros(2).double()]) for own in starts] or [torch.ones(2)]
         found = self._gradients(parts) if outside else torch.stack([p.targets[self._row][0].detach() for p, _ in parts])
         self._transforms |= outside or any(probe.source.makes(own.call) for own, _ in parts)
         if probe.role == "together" and probe.row and not self._transforms:
             # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
             self.waiting, self._due = self.waiting - len(self._due), []
         self.waiting -= 1
-        self._compare(probe, _Outcome(parts[0][0].ticket.rows, found, self._state_before, drew, every))
+        self._compare(probe, _Outcome(parts[0][0].ticket.rows, found, self._state_before, drew, torch.stack(every)))
 
     def _starts(self, row: int, parts: JoinedPasses) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return backward_starts([row], parts, self._passes.scale(parts[0][0].ticket), self._passes.returns_loss)
@@ -171,11 +168,9 @@ class LoopCheck:
 
         def sketched(parts: JoinedPasses, retain: bool) -> torch.Tensor:
             starts = self._starts(self._row, parts)
-            found = (
-                plain_gradients(*starts, passes.read.values(), keep=lambda _, g: _sketch(g), retain=retain)
-                if starts[0]
-                else []
-            )
+            found: list[torch.Tensor | None] = []
+            if starts[0]:
+                found = plain_gradients(*starts, passes.read.values(), keep=lambda _, g: _sketch(g), retain=retain)
             return torch.cat([torch.zeros(2, dtype=torch.float64) if g is None else g for g in found or [None]])
 
         with DropoutDisabled():
@@ -247,7 +242,8 @@ class LoopCheck:
 
     def _refuse(self, form: str = "") -> None:
         self.begun = False  # A loop that goes on after this is verified again.
-        how, own = _HOW.get(self._suspect, "beside other examples"), self._passes.loss_reduction
+        how = "alone than in its batch" if self._suspect == "alone" else "beside other examples"
+        own = self._passes.loss_reduction
         why = next(iter(self._divisors), f"An example has another gradient {how}")
         form = form or (_TERMS if self.mixes else _INPUTS if self._passes.returns_loss else _GRADIENT)
         raise SelfCheckError(form.format(how=how, why=why, own="sum" if own == "mean" else "mean"))
