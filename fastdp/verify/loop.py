@@ -26,8 +26,8 @@ from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import CaptureContext
 from fastdp.verify.probe import GRADIENT_TOLERANCE, same_shape_factor
 
-#: Where two batches differ, each is repeated (role "still") behind the one before it, in the order of Thue and Morse, which no
-#: drift, habit of every few batches, or single jump of a loop follows. A loop that prefetches gets `_AHEAD` of the example alone.
+#: Where two batches differ, each is repeated (role "still") behind two copies of the one before, in the order of Thue and Morse,
+#: which no drift, habit or single jump of a loop follows. A loop that prefetches gets `_AHEAD` of the example alone.
 _ORDER, _AHEAD = (1, -1, -1, 1, -1, 1, 1, -1), 3
 #: Seeds of the model's random state and the criterion's.
 _MODEL, _CRITERION = 1, 2
@@ -186,7 +186,7 @@ class LoopCheck:
         role, row = probe.role, probe.row
         if role == "still":
             self._repeated.append(outcome)
-            if self._suspect and len(self._repeated) == (2 * len(_ORDER) if self._repeatable else _AHEAD):
+            if self._suspect and len(self._repeated) == (3 * len(_ORDER) if self._repeatable else _AHEAD):
                 self._decide()
             return
         self._seen[role, row] = outcome
@@ -208,16 +208,16 @@ class LoopCheck:
             first = not self._suspect or (other == "beside" != self._suspect)
             if first and self._repeatable:
                 planned = [own for own in self._due if own.role != "still"]
-                self.waiting, self._due = self.waiting - len(self._due) + len(planned), planned
                 at = {(own.role, own.row): number for number, own in enumerate(self._repeatable)}
                 order = [at["together" if sign > 0 else other, row] for sign in _ORDER]
-                self._due += [replace(self._repeatable[n], role="still") for last in order for n in (last - 1, last)]
-                self.waiting += 2 * len(order)
+                again = [self._repeatable[n] for last in order for n in (last - 1, last - 1, last)]
+                planned += [replace(own, role="still") for own in again]
+                self.waiting, self._due = self.waiting - len(self._due) + len(planned), planned
             self._suspect = other if first else self._suspect
 
     def _decide(self) -> None:
         """Annealing, other networks and random draws change an example too; a loop that mixes rows follows their companions."""
-        measured = self._repeated[1::2] if self._repeatable else self._repeated
+        measured = self._repeated[2::3] if self._repeatable else self._repeated
         same = len({own.start for own in measured}) == 1
         if self._repeatable:
             few = [self._compared(own, self._suspect).flatten().nan_to_num() for own in measured]
