@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from fastdp.private.stages import Stages
 from fastdp.verify import Checks
 from fastdp.verify.state import UNDECLARED
 
-_GRADIENT, _SHAPE = map(operator.attrgetter, ("grad", "shape"))
+_GRADIENT, _SHAPE, _VERSION = map(operator.attrgetter, ("grad", "shape", "_version"))
 #: Under this name the ledger keeps that steps were released without checks of the model.
 UNCHECKED = "unchecked rows"
 HOOK_WRITES = "what hooks of optimizer.step() write to the weights follows from released weights or public values"
@@ -365,13 +365,13 @@ def noised_fraction(unclipped: float, units: float, std: float, divisor: float, 
 _FUSED = "_step_supports_amp_scaling"
 
 
-#: What the latest release of each optimizer left in its state, and how often torch had counted writes into it.
-_LEFT: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[Any], list[int]]] = weakref.WeakKeyDictionary()
+#: What the latest release of each optimizer left in its state, its tensors, and how often torch had counted writes into each.
+_LEFT: weakref.WeakKeyDictionary[Any, tuple[list[Any], list[torch.Tensor], list[int]]] = weakref.WeakKeyDictionary()
 
 
 def refuse_used_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for an optimizer with a state that neither its settings nor a private run that has ended left there."""
-    if _state_values(optimizer)[0] and not _as_left(optimizer) and not _is_initial(optimizer):
+    if _state_values(optimizer) and not _as_left(optimizer) and not _is_initial(optimizer):
         raise ValueError(_WARM)
 
 
@@ -386,7 +386,7 @@ def _is_initial(optimizer: torch.optim.Optimizer) -> bool:
         settings = (torch.tensor(number, dtype=value.dtype).item() for number in (0.0, *numbers))
         return any(bool((value == setting).all()) for setting in settings)
 
-    return all(map(constant, _state_values(optimizer)[0]))
+    return all(map(constant, _state_values(optimizer)))
 
 
 class _OptimizerStateGuard:
@@ -394,15 +394,19 @@ class _OptimizerStateGuard:
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, resumed: bool):
         self._optimizer = optimizer
-        if resumed:
-            # The state of the run's earlier process is loaded from here on.
-            self.forget()
-        else:
+        self._values: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
+        if not resumed:
+            # That of a resumed run's earlier process is loaded from here on.
             self.keep()
 
     def keep(self) -> None:
         """From here on nobody may write into the state."""
-        _LEFT[self._optimizer] = _state_values(self._optimizer)
+        values = _state_values(self._optimizer)
+        if not _same(values, self._values):
+            # A count of steps tells nothing of examples.
+            self._values, self._tensors = values, [v for v in values if isinstance(v, torch.Tensor) and v.dim()]
+        _LEFT[self._optimizer] = values, self._tensors, list(map(_VERSION, self._tensors))
 
     def forget(self) -> None:
         """Until the next step any state is taken."""
@@ -414,18 +418,18 @@ class _OptimizerStateGuard:
             raise RuntimeError(_STATE_CHANGED)
 
 
-def _state_values(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[int]]:
-    """The values of an optimizer's state, and how often torch counted a write into each that is a tensor."""
-    values = [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
-    return values, [value._version for value in values if isinstance(value, torch.Tensor)]
+def _state_values(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
 
 
 def _as_left(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the state is what the latest release left: the same objects, into which nothing was written."""
-    if optimizer not in _LEFT:
-        return False
-    (left, before), (values, versions) = _LEFT[optimizer], _state_values(optimizer)
-    return len(values) == len(left) and all(map(operator.is_, values, left)) and versions == before
+    values, held, versions = _LEFT.get(optimizer, ((None,), (), []))
+    return _same(_state_values(optimizer), values) and list(map(_VERSION, held)) == versions
+
+
+def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(values) == len(others) and all(map(operator.is_, values, others))
 
 
 class _EvaluatedClosure:

@@ -130,11 +130,10 @@ class Checks(Routing):
         if ticket.token_units is not None:
             check_packed(self.passes, call, ticket)
             return
-        found, base = check_definition(
-            self.passes, call, ticket, ticket.chosen_rows(), gradients=self.passes.returns_loss
-        )
+        passes, rows = self.passes, ticket.chosen_rows()
+        found, base = check_definition(passes, call, ticket, rows, gradients=passes.returns_loss)
         self.assumptions |= dict.fromkeys(found)
-        check_companions(self.passes, call, ticket, base)
+        check_companions(passes, call, ticket, base)
 
     def verify_engine(self, call: Call, ticket: Ticket) -> None:
         """The engine check, on two rows."""
@@ -148,21 +147,19 @@ class Checks(Routing):
 
     def verify_later(self, call: Call, ticket: Ticket, due: str) -> None:
         """The same checks of a later batch; of one that is only longer, the definition check; by the schedule, its losses."""
-        passes = self.passes
+        passes, rows = self.passes, ticket.chosen_rows()
         try:
             with passes.trial():
                 if ticket.token_units is not None:
                     check_packed(passes, call, ticket)
                 elif passes.route == ONE_EXAMPLE:
-                    check_alone(passes, call, ticket, ticket.chosen_rows())
+                    check_alone(passes, call, ticket, rows)
                 elif due == "everything":
                     refuse_mixing(passes.model)
                     self.verify_rows(call, ticket)
                     self.verify_engine(call, ticket)
                 elif passes.returns_loss or due == "losses":
-                    found, _ = check_definition(
-                        passes, call, ticket, ticket.chosen_rows(), gradients=due == "gradients"
-                    )
+                    found, _ = check_definition(passes, call, ticket, rows, gradients=due == "gradients")
                     self.assumptions |= dict.fromkeys(found)
         except (SelfCheckError, UnsupportedUse) as error:
             if passes.route == USES and isinstance(error, SelfCheckError):

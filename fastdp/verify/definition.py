@@ -132,11 +132,9 @@ class _Comparison:
         if self.gradients:
             # What flows to other rows must not reach these, not even as 0 times NaN.
             upstream = torch.full((self.count,), torch.nan).index_fill_(0, torch.tensor(rows), 1.0)
-        at = (
-            [row_of(self.calls.whole, self.count, self.calls.alone[row], row) for row in rows]
-            if None in single.shares
-            else rows
-        )
+        at = rows
+        if None in single.shares:
+            at = [row_of(self.calls.whole, self.count, self.calls.alone[row], row) for row in rows]
         places = dict(zip(at, alone.values()))
         base = self.base = probe.run(self.whole, self.count, upstream=upstream, singles=places, training=self.training)
         if len(base.values) != len(single.values) or not base.values:
@@ -245,13 +243,11 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket, base: RowValues
         if one.draws:
             raise UnsupportedUse("a row's loss changes with the rows beside it")
         raise coupling_error(probe, calls[0], place)
-    for place, row in enumerate(order) if not one.draws else ():
+    if base is None or one.draws:
+        return
+    for place, row in enumerate(order):
         # A row rounds otherwise at another place.
-        if (
-            base is not None
-            and base.finite(row)
-            and not base.gap(row, one, place) <= rounding(passes.model, base.size(row))
-        ):
+        if base.finite(row) and not base.gap(row, one, place) <= rounding(passes.model, base.size(row)):
             raise coupling_error(probe, call, row)
 
 

@@ -26,8 +26,8 @@ from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import CaptureContext
 from fastdp.verify.probe import GRADIENT_TOLERANCE, same_shape_factor
 
-#: Where two batches differ, each is repeated (role "still") behind the one before it, in the order of Thue and Morse, which no
-#: drift, habit of every few batches, or single jump of a loop follows. A loop that prefetches gets `_AHEAD` of the example alone.
+#: Where two batches differ, each is repeated (role "still") behind two copies of the one before, in the order of Thue and Morse,
+#: which no drift, habit or single jump of a loop follows. A loop that prefetches gets `_AHEAD` of the example alone.
 _ORDER, _AHEAD = (1, -1, -1, 1, -1, 1, 1, -1), 3
 #: Seeds of the model's random state and the criterion's.
 _MODEL, _CRITERION = 1, 2
@@ -40,7 +40,6 @@ _INPUTS = (
 )
 _TERMS = "{why}. Average the loop's own terms over rows, or compute the whole loss in forward(); this batch was not released."
 _REDUCTION = "The loop's loss is the {own} over rows. Pass loss_reduction='{own}'; this batch was not released."
-_HOW = {"alone": "alone than in its batch"}
 
 
 class _Outcome(NamedTuple):
@@ -148,16 +147,14 @@ class LoopCheck:
         self._rounding *= GRADIENT_TOLERANCE if outside else 1.0
         rows = parts[0][0].ticket.rows if outside else 0
         starts = (self._starts(row, parts)[1] for row in range(rows))
-        every = torch.stack(
-            [torch.cat([*map(_sketch, own)] or [torch.zeros(2).double()]) for own in starts] or [torch.ones(2)]
-        )
+        every = [torch.cat([*map(_sketch, own)] or [torch.zeros(2).double()]) for own in starts] or [torch.ones(2)]
         found = self._gradients(parts) if outside else torch.stack([p.targets[self._row][0].detach() for p, _ in parts])
         self._transforms |= outside or any(probe.source.makes(own.call) for own, _ in parts)
         if probe.role == "together" and probe.row and not self._transforms:
             # Nothing reaches the model but the loader's own tensors: the rest of a probe made ahead is not needed.
             self.waiting, self._due = self.waiting - len(self._due), []
         self.waiting -= 1
-        self._compare(probe, _Outcome(parts[0][0].ticket.rows, found, self._state_before, drew, every))
+        self._compare(probe, _Outcome(parts[0][0].ticket.rows, found, self._state_before, drew, torch.stack(every)))
 
     def _starts(self, row: int, parts: JoinedPasses) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return backward_starts([row], parts, self._passes.scale(parts[0][0].ticket), self._passes.returns_loss)
@@ -171,11 +168,9 @@ class LoopCheck:
 
         def sketched(parts: JoinedPasses, retain: bool) -> torch.Tensor:
             starts = self._starts(self._row, parts)
-            found = (
-                plain_gradients(*starts, passes.read.values(), keep=lambda _, g: _sketch(g), retain=retain)
-                if starts[0]
-                else []
-            )
+            found: list[torch.Tensor | None] = []
+            if starts[0]:
+                found = plain_gradients(*starts, passes.read.values(), keep=lambda _, g: _sketch(g), retain=retain)
             return torch.cat([torch.zeros(2, dtype=torch.float64) if g is None else g for g in found or [None]])
 
         with DropoutDisabled():
@@ -191,7 +186,7 @@ class LoopCheck:
         role, row = probe.role, probe.row
         if role == "still":
             self._repeated.append(outcome)
-            if self._suspect and len(self._repeated) == (2 * len(_ORDER) if self._repeatable else _AHEAD):
+            if self._suspect and len(self._repeated) == (3 * len(_ORDER) if self._repeatable else _AHEAD):
                 self._decide()
             return
         self._seen[role, row] = outcome
@@ -213,16 +208,16 @@ class LoopCheck:
             first = not self._suspect or (other == "beside" != self._suspect)
             if first and self._repeatable:
                 planned = [own for own in self._due if own.role != "still"]
-                self.waiting, self._due = self.waiting - len(self._due) + len(planned), planned
                 at = {(own.role, own.row): number for number, own in enumerate(self._repeatable)}
                 order = [at["together" if sign > 0 else other, row] for sign in _ORDER]
-                self._due += [replace(self._repeatable[n], role="still") for last in order for n in (last - 1, last)]
-                self.waiting += 2 * len(order)
+                again = [self._repeatable[n] for last in order for n in (last - 1, last - 1, last)]
+                planned += [replace(own, role="still") for own in again]
+                self.waiting, self._due = self.waiting - len(self._due) + len(planned), planned
             self._suspect = other if first else self._suspect
 
     def _decide(self) -> None:
         """Annealing, other networks and random draws change an example too; a loop that mixes rows follows their companions."""
-        measured = self._repeated[1::2] if self._repeatable else self._repeated
+        measured = self._repeated[2::3] if self._repeatable else self._repeated
         same = len({own.start for own in measured}) == 1
         if self._repeatable:
             few = [self._compared(own, self._suspect).flatten().nan_to_num() for own in measured]
@@ -247,7 +242,8 @@ class LoopCheck:
 
     def _refuse(self, form: str = "") -> None:
         self.begun = False  # A loop that goes on after this is verified again.
-        how, own = _HOW.get(self._suspect, "beside other examples"), self._passes.loss_reduction
+        how = "alone than in its batch" if self._suspect == "alone" else "beside other examples"
+        own = self._passes.loss_reduction
         why = next(iter(self._divisors), f"An example has another gradient {how}")
         form = form or (_TERMS if self.mixes else _INPUTS if self._passes.returns_loss else _GRADIENT)
         raise SelfCheckError(form.format(how=how, why=why, own="sum" if own == "mean" else "mean"))

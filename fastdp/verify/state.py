@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from fastdp.calls.flow import DataFlow
 from fastdp.calls.randomness import BufferSnapshot, version
 from fastdp.distributed.pieces import is_dtensor, writes
 
-_TRAINED, _VERSION, _MODE = map(operator.attrgetter, ("requires_grad", "_version", "training"))
+_TRAINED, _VERSION = map(operator.attrgetter, ("requires_grad", "_version"))
 #: What a module holds: parameters, buffers, and what counts as structure.
 _KINDS = "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"
 #: Buffers by name, and how often each was written.
@@ -49,9 +49,9 @@ class StateCheck:
         self.moved: frozenset[int] = frozenset()
         self._structure: list[Any] | None = None
         self._list_modules()
-        self._settled: _Parameters | None = None
+        self._settled: _Parameters = [], [], []
         self._frozen: list[Any] = []
-        self._alike = False  # whether parameters were the settled ones when that was required last
+        self._alike = False  # whether modules held the settled parameters when they were looked at last
         #: Whether a frozen parameter was written between passes.
         self.frozen_written = False
         self._buffers: _Buffers = {}
@@ -62,9 +62,10 @@ class StateCheck:
         ``written`` says that nothing but values changed since parameters were required to be settled.
         """
         self._restore_parameters()
-        known = self._settled[::2] if self._settled is not None and written and self._alike else ()
+        known = self._settled[::2] if written and self._alike else ()
         self._settled, self._buffers = self._parameters(*known), self._buffers if known else self._saved_buffers()
         self._frozen = self._frozen if known else [p for p, t in zip(*self._settled[::2]) if not t]
+        self._alike = bool(known)
 
     def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
         """Raise RuntimeError, naming it, if a trained parameter or saved buffer was written or replaced since `settle`.
@@ -77,10 +78,14 @@ class StateCheck:
     def require_parameters(self, declared: Collection[Any] | None = None) -> None:
         """The same of parameters alone. The first time they are settled."""
         self._restore_parameters()
-        if self._settled is None:
+        if not self._settled[0]:
             self.settle()
-        before, now = cast(_Parameters, self._settled), self._parameters()
-        declared = before[0] if declared is None else declared
+        before = self._settled
+        # Before a release modules were looked at already, if they ever are.
+        looked = declared is not None and self._structure is not None and self._alike
+        if looked and before[1] == self._parameters(*before[::2])[1]:
+            return
+        now, declared = self._parameters(), before[0] if declared is None else declared
         self._alike = before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
         # A module may hold a parameter that another one has too.
         if self._alike and {*map(id, declared)}.issuperset(map(id, itertools.compress(now[0], now[2]))):
@@ -110,18 +115,23 @@ class StateCheck:
 
     def structure_changed(self) -> bool:
         """Whether hooks, modules or their modes changed since this was last asked; False the first time."""
-        now: list[Any] = [*map(_MODE, self._modules), *map(_TRAINED, (self._settled or self._parameters())[0])]
-        now += [part for held in filter(None, self._inside) for part in held.values()]
+        held = self._held()
+        trained = list(map(_TRAINED, held))
+        now = [own["training"] for own in self._attributes] + trained
+        now += [part for own in filter(None, self._inside) for part in own.values()]
         before, self._structure = self._structure, now
         if changed := before not in (None, now):
             self._list_modules()
+        known, _, were_trained = self._settled
+        self._alike &= not changed and were_trained == trained and all(map(operator.is_, known, held))
         return changed
 
     def _list_modules(self) -> None:
-        prefixes, self._modules = zip(*self.model.named_modules())
-        self._owned, self._tables, *inside = zip(*map(operator.attrgetter(*_KINDS), self._modules))
+        prefixes, modules = zip(*self.model.named_modules())
+        self._owned, self._tables, *inside = zip(*map(operator.attrgetter(*_KINDS), modules))
         self._inside = list(itertools.chain(*inside))
-        self._buffered = list(zip(prefixes, self._tables, self._modules))
+        self._buffered = list(zip(prefixes, self._tables, modules))
+        self._attributes = [own for own in map(vars, modules) if "training" in own]
 
     @contextmanager
     def forward(self, *, frozen: bool = False) -> Iterator[None]:
@@ -161,10 +171,12 @@ class StateCheck:
         for data in (0, 1):
             snapshot.restore()
             followed = again(data)
+            every = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
+            state = {n: t for n, t in every if n in written or n in parameters}
             # A buffer that is made of data will hold some, though its weight may still be zero.
-            for name in (n for n, t in self._state(written).items() if t in followed.data):
+            for name in (n for n, t in state.items() if n in written and t in followed.data):
                 raise pass_writes(name)
-            states.append({n: t.detach().clone() for n, t in self._state(written | parameters.keys()).items()})
+            states.append({n: t.detach().clone() for n, t in state.items()})
         for name, tensor in states[1].items():
             same = torch.allclose(states[0][name].double(), tensor.double(), rtol=1e-4, atol=1e-6)
             if not (same or name in self.harmless) or (name in parameters and parameters[name].requires_grad):
@@ -172,12 +184,11 @@ class StateCheck:
         self.harmless |= written
         self.rewritten |= {id(p) for p in parameters.values()}
 
-    def _state(self, names: set[str]) -> dict[str, torch.Tensor]:
-        every = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
-        return {name: tensor for name, tensor in every if name in names}
+    def _held(self) -> list[Any]:
+        return [p for own in filter(None, self._owned) for p in own.values() if p is not None]
 
     def _parameters(self, held: list[Any] | None = None, trained: list[bool] | None = None) -> _Parameters:
-        held = [p for own in self._owned for p in own.values() if p is not None] if held is None else held
+        held = self._held() if held is None else held
         count = self._count if self.rewritten or self._in_pieces else _VERSION
         return held, list(map(count, held)), list(map(_TRAINED, held)) if trained is None else trained
 

@@ -79,6 +79,18 @@ def test_tokens_that_the_data_select_count_for_their_own_rows(loss: Loss) -> Non
     exact_batches(lambda: Tagger(loss), [tokens(own, number) for number, own in enumerate(lengths)])
 
 
+@cases("lengths", [[1, 0, 0, 0], [0, 0, 1], [2, 6, 3, 5]])
+def test_one_selected_token_or_none_is_no_fault(lengths: list[int]) -> None:
+    """squeeze() leaves one place without an axis."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        index = (labels.reshape(-1) >= 0).nonzero().squeeze()
+        chosen, own = logits.reshape(-1, 3).index_select(0, index), labels.reshape(-1).index_select(0, index)
+        return F.cross_entropy(chosen, own, reduction="sum") / len(labels)
+
+    exact_batches(lambda: Tagger(loss), [tokens(lengths, 0), tokens([1, 6, 1, 6], 1)])
+
+
 def test_selected_tokens_in_another_order_are_not_taken_for_their_rows() -> None:
     """A permutation behind the selection is followed to no row; each row runs alone."""
 

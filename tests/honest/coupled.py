@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 from . import kit
 from .custom import outside
-from .harness import ROWS, Case, program, register, register_all
+from .harness import BATCH, ROWS, Case, program, register, register_all
 from .losses import embedder, encode
 from .stock import build
 
@@ -150,6 +152,26 @@ def running_mean_attribute() -> Case:
         return F.cross_entropy(self.net(x - self.kept), y)
 
     return coupled(forward, kept=torch.zeros(12))
+
+
+@program(COUPLED, "a queue of the loop has rows of earlier batches as negatives")
+def memory_queue_in_loop() -> Case:
+    """MoCo with a queue of one batch: keys of a slow copy of the model."""
+    model, kept = kit.mlp(), F.normalize(torch.randn(BATCH, kit.CLASSES))
+    slow, place = copy.deepcopy(model).requires_grad_(False), count()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        query = F.normalize(model(batch[0]))
+        with torch.no_grad():
+            for mean, parameter in zip(slow.parameters(), model.parameters()):
+                mean.lerp_(parameter, 0.01)
+            keys = F.normalize(slow(batch[0].flip(1)))
+        logits = torch.cat([(query * keys).sum(1, True), query @ kept.clone().T], 1)
+        for key in keys:
+            kept[next(place) % BATCH] = key
+        return F.cross_entropy(logits / 0.2, torch.zeros(len(query), dtype=torch.long))
+
+    return outside(model, kit.numbers(), loss=loss, exact=False)
 
 
 @program("one-example or refused: buffer", "a buffer follows the weight, by power iteration in forward")

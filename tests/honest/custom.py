@@ -612,3 +612,35 @@ register_all(
     expect="one-example",
     why="no slice of the joined tensor belongs to one row: each example is collated alone",
 )
+
+
+def _few_tokens(self: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """ELECTRA's generator: logits of masked tokens alone, of which a row may have none."""
+    flat = labels.reshape(-1)
+    places = (flat >= 0).nonzero().squeeze()
+    hidden = self.embed(ids).tanh().reshape(-1, 8).index_select(0, places)
+    return F.cross_entropy(self.head(hidden), flat.index_select(0, places), reduction="sum") / len(ids)
+
+
+def _hidden_tokens(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = kit.padded([row["input_ids"] for row in rows])
+    return ids, ids.masked_fill(ids % 7 != 0, -100).masked_fill(ids == 0, -100)
+
+
+@program()
+def masked_tokens_by_index() -> Case:
+    parts = {"embed": nn.Embedding(kit.VOCABULARY, 8), "head": nn.Linear(8, kit.VOCABULARY)}
+    return Case(kit.Wrapped(_few_tokens, **parts), kit.id_rows(), _hidden_tokens, kit.unpack)
+
+
+@program()
+def rows_added_by_index() -> Case:
+    """A layer for rows of one kind."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden, chosen = self.first(x).relu(), (x[:, 0] > 0.5).nonzero().squeeze()
+        hidden = hidden.index_add(0, chosen, self.second(x.index_select(0, chosen)))
+        return F.cross_entropy(self.head(hidden), y)
+
+    parts = {"first": nn.Linear(12, 8), "second": nn.Linear(12, 8), "head": nn.Linear(8, kit.CLASSES)}
+    return Case(kit.Wrapped(forward, **parts), kit.numbers(), None, kit.unpack)

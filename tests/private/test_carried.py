@@ -66,6 +66,16 @@ def test_state_that_was_written_between_steps_is_not_released_with(kind: str, re
     assert private.steps_done == done
 
 
+def test_a_count_of_steps_may_be_set_back_between_steps() -> None:
+    model = Classifier()
+    private = start(model, None, KINDS["adam"](model.parameters()))
+    for _ in range(2):
+        logical_step(private)
+        for state in private.optimizer.state.values():
+            state["step"].zero_()
+    assert private.steps_done == 2
+
+
 def test_a_checkpoint_is_loaded_with_the_private_state_and_not_without() -> None:
     model = Classifier()
     first = start(model, None, KINDS["adam"](model.parameters()))

@@ -108,6 +108,22 @@ def test_a_parameter_that_is_unfrozen_or_added_is_refused() -> None:
             state.require_settled(names)
 
 
+def test_a_parameter_that_is_replaced_within_a_batch_is_found_at_the_next_release() -> None:
+    model, state = settled()
+    names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for _ in range(3):
+        state.structure_changed()  # As before each batch's pass.
+        state.require_settled(names)
+        state.settle(written=True)
+    state.structure_changed()
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    state.require_settled(names)  # The release is of what the batch's pass read.
+    state.settle(written=True)
+    state.structure_changed()
+    with pytest.raises(RuntimeError, match=r"0.weight was changed outside of a release"):
+        state.require_settled(names)
+
+
 def test_hooks_modules_and_modes_count_as_structure() -> None:
     model, state = settled()
     assert not state.structure_changed()
