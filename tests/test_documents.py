@@ -21,6 +21,7 @@ WORDS = {
     "SECURITY.md": 900,
     "docs/pitfalls.md": 600,
     "docs/decisions.md": 2500,
+    "docs/attacks.md": 1200,
     "docs/results.md": 3500,
     "docs/kernels.md": 2500,
     "docs/federated.md": 1200,
@@ -101,10 +102,10 @@ def sentences(text):
     return [part for part in found if re.search(r"\w", part)]
 
 
-@cases("page", WORDS)
+@cases("page", [page.relative_to(ROOT).as_posix() for page in PAGES])
 def test_a_page_is_short_and_so_are_its_sentences(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert len(text.split()) <= WORDS[page]
+    assert len(text.split()) <= WORDS.get(page, 3000)
     lengths = {sentence: len(re.findall(r"\w[\w.,'/-]*", sentence)) for sentence in sentences(text)}
     most = 30 if page == "SECURITY.md" else 40
     assert [sentence for sentence, length in lengths.items() if length > most] == []

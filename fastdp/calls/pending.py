@@ -17,7 +17,7 @@ from fastdp.calls.batches import map_tensors, tensors
 from fastdp.calls.named import is_detach, is_metadata
 from fastdp.distributed.pieces import is_dtensor
 
-#: Models whose loops were told.
+#: Models whose loops were warned.
 _WARNED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _OWN_FILES = os.path.dirname(torch.__file__), __file__
 _UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
@@ -43,26 +43,26 @@ class PendingGradient(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if is_metadata(func) or not given:
                 return func(*args, **(kwargs or {}))
-            given[0].pending.tell(name)
+            given[0].pending.warn_once(name)
             if is_detach(func) and name not in ("numpy", "item"):
                 return given[0]
             if _IN_PLACE.fullmatch(name) and next(iter(tensors(args)), None) is given[0]:
                 return given[0] if args[0] is given[0] else None
             # The norm of one zero is that of many.
-            of_all = name in _NORMS and not kwargs and len(args) < 3 and not isinstance(args[-1], str)
-            few = of_all and all(t.numel() for t in given)
+            takes_all_entries = name in _NORMS and not kwargs and len(args) < 3 and not isinstance(args[-1], str)
+            one_entry = takes_all_entries and all(t.numel() for t in given)
 
             def plain(t: torch.Tensor) -> torch.Tensor:
                 if not isinstance(t, PendingGradient):
                     return t
                 own = t.as_subclass(torch.Tensor)
-                return own.reshape(-1)[:1] if few else own
+                return own.reshape(-1)[:1] if one_entry else own
 
             return func(*map_tensors(args, plain), **map_tensors(kwargs or {}, plain))
 
 
 class PendingGradients:
-    """The pending gradients of a model's trained parameters; its loop is told of them once.
+    """The pending gradients of a model's trained parameters; its loop is warned of them once.
 
     ``scaled`` says whether what multiplies the loss reaches the gradients of examples, as it does outside the model.
     """
@@ -102,15 +102,15 @@ class PendingGradients:
         while self._handles:
             self._handles.popitem()[1].remove()
 
-    def tell(self, function: str) -> None:
-        """Warn once. Raises ValueError for a GradScaler that would reach the gradients of examples."""
+    def warn_once(self, function: str) -> None:
+        """Warn that gradients come at ``step()``. Raises ValueError for a GradScaler that reaches those of examples."""
         if function == _UNSCALES and self._scaled():
             raise ValueError(_SCALED)
         model = self._model()
         if model is None or model in _WARNED:
             return
         _WARNED.add(model)
-        said = (
+        message = (
             "GradScaler has no effect: private gradients are not scaled. Use autocast to bfloat16, as small gradients vanish in "
             "float16."
             if function == _UNSCALES
@@ -119,7 +119,7 @@ class PendingGradients:
         )
         frames = [frame.filename for frame in reversed(traceback.extract_stack())]
         level = next((i for i, name in enumerate(frames, 1) if not name.startswith(_OWN_FILES)), 1)
-        warnings.warn(said, stacklevel=level)
+        warnings.warn(message, stacklevel=level)
 
     def _zeros(self, parameter: torch.nn.Parameter) -> PendingGradient:
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)

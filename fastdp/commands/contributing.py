@@ -48,8 +48,8 @@ class Contributing:
         ),
     ] = None
 
-    def chosen(self, eta: float | None) -> Contributing | None:
-        """None without --cti. Raises ValueError, before anything is read, for options that do not go together."""
+    def validated(self, eta: float | None) -> Contributing | None:
+        """These options, or None without --cti. Raises ValueError, before anything is read, where they do not go together."""
         if self.cti == "quotient" and (self.epsilon is None or eta is not None):
             raise ValueError("--cti quotient guarantees an epsilon of any token: give --epsilon, and leave --eta out")
         if self.cti != "quotient" and self.epsilon is not None:
@@ -104,7 +104,7 @@ class Contributing:
             cells=self.cells,
         )
 
-    def kept(self, path: Path) -> CTI | None:
+    def load_counts(self, path: Path) -> CTI | None:
         """Counts of private texts from an earlier call, which are not drawn again; None if there are none."""
         import fastdp.accounting as accounting
         from fastdp.methods.sap import CTI

@@ -79,7 +79,7 @@ def privatize_command(
     from fastdp.validate import usable_device
 
     _check_target(source, target, ids, overwrite, keep)
-    there, chosen, classes = usable_device(device), counting.chosen(eta), label or []
+    there, chosen, classes = usable_device(device), counting.validated(eta), label or []
     _check_noise(eta, exact, counting)
     _check_classes(classes, chosen is not None)
     rows = read_rows(source)

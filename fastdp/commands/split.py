@@ -158,7 +158,7 @@ def customer_command(
     from fastdp.split.customer import SplitCustomer
 
     positive(patience=patience)
-    chosen, epsilon = counting.chosen(eta), counting.epsilon
+    chosen, epsilon = counting.validated(eta), counting.epsilon
     if output is not None and predict is None:
         raise ValueError("--output is for the classes of --predict: name the texts")
     if chosen and noise == "rows":
@@ -253,7 +253,7 @@ def _counts(
 ) -> CTI:
     """Contributing tokens; those of private texts are counted once, and kept in the customer's folder before use."""
     path = customer.folder / COUNTS
-    cti = chosen.kept(path) if chosen.cti_public is None else None
+    cti = chosen.load_counts(path) if chosen.cti_public is None else None
     if cti is None:
         if labelled is None:
             raise ValueError("--cti without --cti-public counts the texts of --train: name them")

@@ -26,7 +26,7 @@ app = ClientApp()
 MessageHandler = Callable[[Message, Context], Message]
 
 
-def discreet(handler: MessageHandler) -> MessageHandler:
+def hide_private_errors(handler: MessageHandler) -> MessageHandler:
     """Let only `ClientRefusal` reach the server in words: another error's text may quote a private one.
 
     What is raised carries no cause either: in a simulation Flower sends the text of the whole chain.
@@ -46,7 +46,7 @@ def discreet(handler: MessageHandler) -> MessageHandler:
 
 
 @app.train()
-@discreet
+@hide_private_errors
 def train(message: Message, context: Context) -> Message:
     node, order = node_settings(context.node_config), Order.from_record(message.content)
     config = _config(context.run_config, node)

@@ -104,7 +104,7 @@ def _selective(config: FinetuneConfig) -> Opening:
     """`fastdp.SelectivePerturbation`: tokens that the rule detector takes for private are replaced once, and not learned.
 
     Options are the perturbation's: ``epsilon``, of a private token, ``mechanism``, ``replacement``, ``budget``, ``radius``,
-    ``alpha``, ``cells`` and ``scope``; and ``names``, a list of names of one's own that the detector finds besides.
+    ``alpha`` and ``scope``; and ``names``, a list of names of one's own that the detector finds besides.
     """
     options = dict(config.method_options or {})
     if config.epsilon is not None:

@@ -18,9 +18,11 @@ REMOVED_NAMES = {
     "RapFT.allocation=ellipsoid": "use allocation='optimal', which has the same noise",
     "Initialisation.kind": "p alone says how much of the distribution counts; 1.0 takes all of it (naive)",
     "Propagation.rule": "linear layers follow the alpha-beta rule, as in the paper's experiments",
+    "rapft.PublicMoments": "use PublicGradients, which reads the public batches itself",
     "rapft.warm_up": "use a few ordinary steps on public data, or set map_after",
     "DPFrost.magnitude": "magnitudes are MGNA",
     "DPFrost.choose_by=values": "use choose_by='random', which costs no epsilon either",
+    "DPFrost.axes_power": "scales of partitions did no better than DPSGD",
     "DPFrost.granularity": "use partitions, or DPSGD, which did better than single entries",
     "CTI.form=elastic": "use form='prior', which hides as much at the same accuracy",
     "SelectivePerturbation.cells": "'local' knows no partition",
@@ -38,8 +40,8 @@ REMOVED_NAMES = {
 #: Settings of the last release that are replaced with a warning: by what, or None to leave them out.
 SUBSTITUTES: dict[str, Any] = {
     **dict.fromkeys(
-        "RapFT.bounds RapFT.weights RapFT.ranking Initialisation.kind Propagation.rule DPFrost.magnitude DPFrost.granularity "
-        "SelectivePerturbation.cells".split()
+        "RapFT.bounds RapFT.weights RapFT.ranking Initialisation.kind Propagation.rule DPFrost.magnitude DPFrost.axes_power "
+        "DPFrost.granularity SelectivePerturbation.cells".split()
     ),
     "CTI.form=elastic": "prior",
     "SelectivePerturbation.mechanism=partition": "local",

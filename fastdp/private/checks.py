@@ -41,8 +41,7 @@ def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
             warnings.warn(
-                "the model was compiled as a whole, and its private training steps run without the compiler, which would follow "
-                "the engine into each of its checks; evaluation stays compiled",
+                "the model was compiled as a whole: private steps run without the compiler, and evaluation stays compiled",
                 stacklevel=3,
             )
             model = inner

@@ -143,8 +143,8 @@ class Graphs:
             if bool(self._mask_answers.popleft().value) and self._drops_masks:
                 self._drops_masks = False
                 warnings.warn(
-                    "The loop changed an attention_mask that the loader had made of ones, and a recorded microbatch ran without "
-                    "it. From here on no mask is left out.",
+                    "The loop changed an attention_mask of ones, and a recorded microbatch ran without it. No mask is left "
+                    "out any more.",
                     stacklevel=4,
                 )
         args, kwargs = call

@@ -42,12 +42,12 @@ _SAMPLED = 4
 #: How far what an example contributes may move beside a longer one, relative to its size: rounding of other shapes.
 _TOLERANCE = 1e-2
 _PADDED = (
-    "an example contributes otherwise to this release when it is collated beside a longer one: padding changes it. Padding on "
-    "the left shifts positions unless position_ids are given: pad on the right; nothing was released"
+    "padding changes what an example contributes to this release, and nothing was released. Pad on the right, or give "
+    "position_ids"
 )
 _COUPLED = (
-    "an example contributes otherwise to this release beside others than alone: the model couples examples, in evaluation mode "
-    "too, or lets one that is not finite reach the others; nothing was released"
+    "the model couples examples, or lets one that is not finite reach others: one contributes otherwise alone. Nothing was "
+    "released"
 )
 
 

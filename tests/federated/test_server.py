@@ -289,7 +289,7 @@ def _chained():
 def test_what_a_client_raises_quotes_nothing_in_its_chain(fault):
     """Flower's simulation sends the text of an error and of all that it says it was caused by."""
     with pytest.raises((RuntimeError, ClientRefusal)) as raised:
-        client_app.discreet(lambda message, context: fault())(None, None)
+        client_app.hide_private_errors(lambda message, context: fault())(None, None)
     told = "".join(traceback.format_exception_only(raised.value))
     assert "diagnosis" not in told
     assert raised.value.__cause__ is None

@@ -24,7 +24,10 @@ MAP = {"source": NoisyMap(1.0, 0.1)}
         ),
         (Initialisation, {"kind": "top_p", "p": 0.5}, {"p": 0.5}),
         (Propagation, {"rule": "epsilon"}, {}),
-        *((fastdp.DPFrost, old, {}) for old in ({"magnitude": "MG"}, {"granularity": "parameters"})),
+        *(
+            (fastdp.DPFrost, old, {})
+            for old in ({"magnitude": "MG"}, {"axes_power": 0.25}, {"granularity": "parameters"})
+        ),
         (fastdp.DPFrost, {"choose_by": "values"}, {"choose_by": "random"}),
         *(
             (fastdp.SelectivePerturbation, {"epsilon": 1.0, **old}, {"epsilon": 1.0})

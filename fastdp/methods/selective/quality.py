@@ -42,13 +42,13 @@ def measure_detector(
     policy = PrivacyPolicy() if policy is None else policy
     if len(texts) != len(labels):
         raise ValueError(f"{len(labels)} lists of labels were given for {len(texts)} texts: give one for each")
-    wanted = [[s for s in own if policy.entities is None or s.entity in policy.entities] for own in labels]
-    if not any(wanted):
+    private_labels = [[s for s in own if policy.entities is None or s.entity in policy.entities] for own in labels]
+    if not any(private_labels):
         raise ValueError("no text carries a label that the policy calls private, so nothing can be measured")
     exact = PrivacyPolicy(policy.entities, whole_words=False)
-    labelled, covered, touched, reported, right = (Counter[str]() for _ in range(5))
+    labelled, covered, touched, reported, correct = (Counter[str]() for _ in range(5))
     characters = missed = 0
-    for text, own, found in zip(texts, wanted, detector.detect(texts)):
+    for text, own, found in zip(texts, private_labels, detector.detect(texts)):
         truth = exact.private(text, own)
         perturbed = policy.private(text, found)
         characters += sum(end - start for start, end in truth)
@@ -61,14 +61,14 @@ def measure_detector(
         for span in found:
             if policy.private(text, [span]):
                 reported[span.entity] += 1
-                right[span.entity] += _overlap((span.start, span.end), truth) > 0
+                correct[span.entity] += _overlap((span.start, span.end), truth) > 0
     rows: dict[str, dict[str, float | None]] = {
         entity: {
             "labelled": labelled[entity],
             "recall": _share(covered[entity], labelled[entity]),
             "touched": _share(touched[entity], labelled[entity]),
             "reported": reported[entity],
-            "precision": _share(right[entity], reported[entity]),
+            "precision": _share(correct[entity], reported[entity]),
         }
         for entity in sorted(labelled | reported)
     }
