@@ -10,7 +10,8 @@ TWO_FORWARDS = (
     "wrapper module's forward()."
 )
 NO_BATCH = (
-    "no batch is outstanding: take one from make_private's loader, or call model.eval() for passes that do not train."
+    "No batch is outstanding: take one from the loader, run all of its passes before one backward(), or call model.eval() for "
+    "passes that do not train."
 )
 FORWARD_AFTER_BACKWARD = (
     "A forward pass ran after its batch's backward(). Run all passes first, then call backward() once on their sum."

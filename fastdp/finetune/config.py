@@ -331,7 +331,8 @@ def load_config(path: str | Path | None, overrides: dict[str, Any] | None = None
         try:
             loaded, written = parse_yaml(text), parse_yaml(text, as_text=True)
         except ValueError as error:
-            raise ConfigError(f"{path}, {error}") from None
+            hint = "" if Path(path).suffix.lower() in (".yaml", ".yml") else ": name data with --train"
+            raise ConfigError(f"{path}, {error}{hint}") from None
         if not isinstance(loaded, dict):
             raise ConfigError(f"{path} must hold settings as `name: value` lines")
         # Of lists the words themselves: YAML takes no, 007 and 1:30 for false, 7 and 90.

@@ -338,7 +338,7 @@ NO_BACKWARD = r"step\(\) without backward\(\)"
         (Classifier, PIECES, _ahead, RuntimeError, "taken ahead"),
         (Classifier, {}, _after_backward, RuntimeError, r"A forward pass ran after its batch's backward\(\)"),
         (Classifier, {}, _with_gradients, ValueError, r"An input requires gradients.* model.eval\(\)"),
-        (Classifier, {}, lambda p: _called_with(p, 2), RuntimeError, "no batch is outstanding"),
+        (Classifier, {}, lambda p: _called_with(p, 2), RuntimeError, "No batch is outstanding.* before one backward"),
         (
             Classifier,
             {},
