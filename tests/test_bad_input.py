@@ -155,7 +155,7 @@ FILES = [
 SETTINGS = [
     Case("config with a typo", "unknown setting 'lerning_rate'", "did you mean learning_rate", config="typo.yaml"),
     Case("data for a config", "good.csv, line 2: not valid YAML", "--train", config="good.csv"),
-    Case("config a folder", "cannot read the config", "directory", config="set"),
+    Case("config a folder", "cannot read the config", "directory: .* --resume goes with --output", config="set"),
     Case("config in latin-1", "cannot read the config: it is no UTF-8 text", "", config="latin.yaml"),
     Case("config no file", "cannot read the config: /dev/null is no regular file", "name a file", config="/dev/null"),
     Case("one token", "max_length 1 leaves no token to predict", "raise it", {"max_length": 1}),
@@ -166,6 +166,7 @@ SETTINGS = [
     Case("positions", "has 64 positions, too few for 65", "lower max_length", {"max_length": 65}),
     Case("prompt's positions", "too few for 80", "lower max_length", {"peft": "prompt", "max_length": 60}),
     Case("no such modules", "peft: lora does not fit", "absent", {"target_modules": "absent"}),
+    Case("one module", "no module's name ends in 'absent'", "target_modules", {"target_modules": "c_attn,absent"}),
     Case("batch", "batch_size 25 exceeds the 24", "lower it", {"batch_size": 25}),
     Case("half a pass", "whole number", "epochs", {"method": "ewft", "epochs": 1.5}),
     Case(

@@ -324,7 +324,8 @@ def load_config(path: str | Path | None, overrides: dict[str, Any] | None = None
         try:
             text = read_text(path, MAX_YAML)
         except OSError as error:
-            raise ConfigError(f"cannot read the config {path}: {error.strerror}") from None
+            hint = ": name a YAML file; --resume goes with --output" * Path(path).is_dir()
+            raise ConfigError(f"cannot read the config {path}: {error.strerror}{hint}") from None
         except ValueError as error:
             wrong = "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
             raise ConfigError(f"cannot read the config: {wrong}") from None
