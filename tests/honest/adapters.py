@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -102,12 +103,16 @@ def _by_task(method: tuple[Any, bool]) -> Case:
 
 
 register_all(BY_TASK, _by_task)
-register(
-    "shared_experts",
-    lambda: tuned(peft.LilyConfig(task_type="CAUSAL_LM", r=4, num_B=2, target_modules=_ATTENTION)),
-    "refused: alone",
-    "Lily's router averages its weights over all tokens of the batch",
-)
+
+
+def _shared_experts(**options: Any) -> Case:
+    case = tuned(peft.LilyConfig(task_type="CAUSAL_LM", r=4, num_B=2, target_modules=_ATTENTION))
+    return dataclasses.replace(case, options=options)
+
+
+_AVERAGED = "Lily's router averages its weights over all tokens of a pass"
+register("shared_experts", _shared_experts, "refused: alone", _AVERAGED)
+register("shared_experts_isolated", lambda: _shared_experts(isolation="per_example"), "one-example", _AVERAGED)
 
 
 @program()
