@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -118,7 +119,7 @@ class Rows:
 def as_text(value: Any) -> str:
     """A value of a table as the text that a model reads. Raises ValueError, naming what it is, for what is no text."""
     if value is None or isinstance(value, (dict, list)):
-        raise ValueError("nothing, not text" if value is None else "a nested value, not text")
+        raise ValueError("nothing, not text" if value is None else "a nested value, not text: write one object a row")
     if isinstance(value, (bytes, bytearray)):
         raise ValueError("bytes, not text")
     if isinstance(value, bool):
@@ -179,7 +180,8 @@ def _files(path: Path) -> list[Path] | None:
         return [path]
     found = [Path(name) for name in sorted(glob.glob(str(path))) if Path(name).is_file()]
     if not found:
-        raise DataError(f"there is no file {path}")
+        web = re.match(r"\w+:/", str(path))
+        raise DataError(f"there is no file {path}" + ": download it, and name the file" * bool(web))
     return found
 
 
@@ -272,7 +274,8 @@ def _read_delimited(path: Path, text: str, delimiter: str) -> Rows:
                 if len(fields) != len(header):
                     column = min(len(fields), len(header)) + 1
                     raise DataError(
-                        f"{path}, line {begin}: {len(fields)} fields where the header has {len(header)} (column {column})"
+                        f"{path}, line {begin}: {len(fields)} fields where the header has {len(header)} (column {column}): put "
+                        "quotation marks around fields that hold separators"
                     )
                 if fields == header and len(header) > 1:
                     raise DataError(f"{path}, line {begin}: it repeats the header: remove the line")
@@ -317,8 +320,10 @@ def _check_header(path: Path, header: Sequence[str], line: int | None = None) ->
 
 
 def _listed(columns: Sequence[str]) -> str:
-    """The names of columns for a message, the first of many."""
-    return ", ".join([quote(name, 40)[1:-1] for name in columns[:20]] + ["..."] * (len(columns) > 20))
+    """The names of columns for a message, the first of many; within quotation marks where a space would not be seen."""
+    shown = [quote(name, 40) for name in columns[:20]]
+    shown = [name[1:-1] if name[1:-1].strip() == name[1:-1] != "" else name for name in shown]
+    return ", ".join(shown + ["..."] * (len(columns) > 20))
 
 
 def _read_json(path: Path, text: str) -> Rows:

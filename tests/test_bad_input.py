@@ -79,6 +79,8 @@ def _files(root):
         "chat.jsonl": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
         "typo.yaml": "lerning_rate: 1\n",
         "blank.txt": "\n\n",
+        "spaces.csv": f" text ,label,number\n{rows}",
+        "wrapped.json": json.dumps({"data": [{"text": record} for record in records]}),
     }
     for name, content in contents.items():
         (root / name).write_text(content)
@@ -142,6 +144,9 @@ FILES = [
     bad_file("absent.csv", "no file", "absent.csv"),
     bad_file("chat.jsonl", "no chat template", "chat_template.jinja"),
     bad_file("empty-folder", "is a folder", "save_to_disk"),
+    bad_file("spaces.csv", "no column 'text'", "its columns are ' text ', label, number"),
+    bad_file("wrapped.json", "column 'data' .* a nested value, not text", "one object a row"),
+    Case("an address", "no file https:/example.com/a.csv", "download it", {"train": "https://example.com/a.csv"}),
     Case("held-out file", "no file", "absent.jsonl", {"eval": "absent.jsonl"}),
     Case("unknown label", "label '(often|seldom)' is not one of", "labels: yes, no", {**LABELS, "labels": "yes,no"}),
     Case("empty text", "line 3: its text is empty", "leave the row out", {**LABELS, "train": "blank.csv"}),
@@ -149,7 +154,8 @@ FILES = [
 
 SETTINGS = [
     Case("config with a typo", "unknown setting 'lerning_rate'", "did you mean learning_rate", config="typo.yaml"),
-    Case("config a folder", "cannot read the config", "directory", config="set"),
+    Case("data for a config", "good.csv, line 2: not valid YAML", "--train", config="good.csv"),
+    Case("config a folder", "cannot read the config", "directory: .* --resume goes with --output", config="set"),
     Case("config in latin-1", "cannot read the config: it is no UTF-8 text", "", config="latin.yaml"),
     Case("config no file", "cannot read the config: /dev/null is no regular file", "name a file", config="/dev/null"),
     Case("one token", "max_length 1 leaves no token to predict", "raise it", {"max_length": 1}),
@@ -160,6 +166,7 @@ SETTINGS = [
     Case("positions", "has 64 positions, too few for 65", "lower max_length", {"max_length": 65}),
     Case("prompt's positions", "too few for 80", "lower max_length", {"peft": "prompt", "max_length": 60}),
     Case("no such modules", "peft: lora does not fit", "absent", {"target_modules": "absent"}),
+    Case("one module", "no module's name ends in 'absent'", "target_modules", {"target_modules": "c_attn,absent"}),
     Case("batch", "batch_size 25 exceeds the 24", "lower it", {"batch_size": 25}),
     Case("half a pass", "whole number", "epochs", {"method": "ewft", "epochs": 1.5}),
     Case(
@@ -237,6 +244,7 @@ COMMANDS = [
     command("verify card.json", "card.json"),
     command("verify other.json", "other.json"),
     command("verify good.csv", "this is not a card: it holds no JSON", "give card.json of a run"),
+    command("verify other.json --weights absent", "absent: no such file or folder", "check the name"),
     command("report set", "holds no run", "config.yaml"),
     *(
         command(words, "Invalid value for '--.*': File 'set' is a directory")
@@ -256,6 +264,7 @@ COMMANDS = [
     command("privatize good.csv out.csv --model no-weights --eta 5", "cannot load no-weights", "model.safetensors"),
     command("doctor model --task clasification", "'clasification' is not one of 'causal-lm'"),
     command("prove model --peft loar", "'loar' is not one of 'full'"),
+    command("prove model --data good.csv --task classification", "needs every possible label", "--labels"),
     command("plan --model model --examples 400 --epsilon 8 --peft loar", "peft is 'loar'", "one of full, lora"),
     command("plan --model model --examples 400", "epsilon is missing", "such as 8"),
     command(

@@ -55,7 +55,11 @@ def test_saved_dataset(tmp_path):
     "name, content, message",
     [
         ("a.csv", "a,b\n1,2\n3\n", r"a\.csv, line 3: 1 fields where the header has 2"),
-        ("a.csv", "a,b\n1,2,,\n", r"a\.csv, line 2: 4 fields where the header has 2 \(column 3\)"),
+        (
+            "a.csv",
+            "a,b\n1,2,,\n",
+            r"a\.csv, line 2: 4 fields where the header has 2 \(column 3\): put quotation marks around",
+        ),
         ("a.csv", "a,a\n1,2\n", "line 1, column 2: two columns have the same name 'a'"),
         ("a.csv", "a,b,,\n1,2,,\n", "line 1, column 4: two columns have no name.*remove the separators at the end"),
         ("a.csv", "a,b\n1,2\na,b\n", "line 3: it repeats the header"),

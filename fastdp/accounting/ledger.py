@@ -229,7 +229,7 @@ class Ledger:
         path = Path(path)
         history = journals.read(path)
         if not history.bodies:
-            raise LedgerError(f"{path} holds no complete record: its run ended before it released anything")
+            raise LedgerError(f"{path} holds no complete record: it is no ledger, or its run released nothing")
         ledger = cls(*_replay(history, path), None, path)
         ledger._remember(history)
         ledger._closed = True

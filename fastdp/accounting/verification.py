@@ -126,7 +126,7 @@ def verify(
     unchecked: tuple[str, ...] = ()
     for path in (weights, ledger):
         if path is not None and not Path(path).exists():
-            raise FileNotFoundError(f"there is no {path}")
+            raise FileNotFoundError(f"{path}: no such file or folder; check the name")
     try:
         parsed, caveats = _parsed(card)
         fields = _fields(parsed)

@@ -85,7 +85,10 @@ def settings_of(folder: str | Path, overrides: dict[str, Any] | None = None) -> 
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
     if (folder / CONFIG).exists():
         return load_config(folder / CONFIG, given)
-    return dataclasses.replace(_of_model(folder), **given)
+    config = dataclasses.replace(_of_model(folder), **given)
+    if config.task in LABELLED and not config.labels:
+        raise ConfigError(f"{config.task} needs every possible label: name them with --labels, commas between")
+    return config
 
 
 def _of_model(folder: Path) -> FinetuneConfig:

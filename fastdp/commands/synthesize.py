@@ -55,7 +55,7 @@ def synthesize_command(
     from fastdp.accounting import Card
     from fastdp.accounting.statements import SYNTHETIC
     from fastdp.audit.saved import load_saved, settings_of
-    from fastdp.finetune.synthesis import Judge, TokenSampling, near_copies, synthesize
+    from fastdp.finetune.synthesis import Judge, TokenSampling, near_copies, synthesize, target_column
     from fastdp.tables import read_rows
     from fastdp.validate import usable_device
 
@@ -68,6 +68,9 @@ def synthesize_command(
     given, records, held_out, known = (
         None if path is None else read_rows(path, settings.encoding) for path in (prompts, train, test, public)
     )
+    target = target_column(settings, given)
+    for table in filter(None, (records, held_out, known)):
+        table.column(target, "target")  # What is missing is found before anything is written.
     with console.status("loading the model"):
         model, tokenizer, config = load_saved(run)
         model.to(usable_device("auto"))
@@ -87,7 +90,6 @@ def synthesize_command(
     console.print(f"{len(rows)} rows written to {output}, their card to {written[0]}", soft_wrap=True)
     if len(rows) < wanted:
         console.print(f"note: the model repeats itself, so {wanted - len(rows)} of {wanted} texts are missing")
-    target = list(rows[0])[-1]
     texts = [row[target] for row in rows]
     if records is not None:
         near = near_copies(texts, records.column(target, "target"))
@@ -119,6 +121,8 @@ def _check(run: Path, output: Path, judge: Path | None, test: Path | None, publi
     if public is not None and judge is None:
         raise ValueError("public is what the judge compares with: give judge and test too")
     card_path = run / "card.json"
+    if not run.is_dir():
+        raise ValueError(f"there is no folder {run}: name the output folder of a run of fastdp finetune")
     if not card_path.exists():
         raise ValueError(f"{run} has no card.json: finish the run first, as its claim is what covers the rows")
     if not (found := verify(card_path)):

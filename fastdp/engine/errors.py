@@ -9,7 +9,7 @@ TWO_FORWARDS = (
     "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
     "wrapper module's forward()."
 )
-NO_BATCH = "backward() ran on a pass without a batch of make_private's loader: train on its batches alone."
+NO_BATCH = "backward() ran on a pass of no batch: take it from the loader, and run all passes before one backward()."
 FORWARD_AFTER_BACKWARD = (
     "A forward pass ran after its batch's backward(). Run all passes first, then call backward() once on their sum."
 )

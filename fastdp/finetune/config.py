@@ -324,14 +324,16 @@ def load_config(path: str | Path | None, overrides: dict[str, Any] | None = None
         try:
             text = read_text(path, MAX_YAML)
         except OSError as error:
-            raise ConfigError(f"cannot read the config {path}: {error.strerror}") from None
+            hint = ": name a YAML file; --resume goes with --output" * Path(path).is_dir()
+            raise ConfigError(f"cannot read the config {path}: {error.strerror}{hint}") from None
         except ValueError as error:
             wrong = "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
             raise ConfigError(f"cannot read the config: {wrong}") from None
         try:
             loaded, written = parse_yaml(text), parse_yaml(text, as_text=True)
         except ValueError as error:
-            raise ConfigError(f"{path}, {error}") from None
+            hint = "" if Path(path).suffix.lower() in (".yaml", ".yml") else ": name data with --train"
+            raise ConfigError(f"{path}, {error}{hint}") from None
         if not isinstance(loaded, dict):
             raise ConfigError(f"{path} must hold settings as `name: value` lines")
         # Of lists the words themselves: YAML takes no, 007 and 1:30 for false, 7 and 90.

@@ -160,6 +160,10 @@ def _load(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[n
 def _peft_config(model: nn.Module, config: FinetuneConfig, new: list[str]) -> peft.PeftConfig:
     task = TASKS[config.task].peft
     targets: Any = config.target_modules
+    for target in targets or ():
+        if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules()):
+            # peft says so only if no target is there.
+            raise ValueError(f"no module's name ends in {target!r} (target_modules)")
     whole: Any = {"modules_to_save": new} if new else {}
     if config.peft in ("lora", "dora"):
         return peft.LoraConfig(

@@ -76,7 +76,7 @@ def synthesize(
         ConfigError: a run that does not write texts, or prompts that are missing or were not asked for.
         DataError: a prompt column that is missing.
     """
-    target = _target_column(config, prompts)
+    target = target_column(config, prompts)
     columns = [] if prompts is None else [*(config.prompt_column or ())]
     values = [] if prompts is None else [prompts.column(name, "prompt_column") for name in columns]
     given = [dict(zip(columns, row)) for row in dict.fromkeys(zip(*values))] or [{}]
@@ -176,7 +176,7 @@ def _fit_logistic_regression(features: torch.Tensor, labels: torch.Tensor) -> tu
     return weight.detach(), bias.detach()
 
 
-def _target_column(config: FinetuneConfig, prompts: Rows | None) -> str:
+def target_column(config: FinetuneConfig, prompts: Rows | None) -> str:
     """The column that the model writes."""
     conversations = prompts is not None and messages_column(prompts, config) or config.messages_column
     if config.task != "causal-lm" or conversations:

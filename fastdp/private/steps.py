@@ -41,8 +41,8 @@ _PARTS = (
     "that calls the parts in its forward()."
 )
 _WARM = (
-    "This optimizer's state is not a release's, and may tell of examples: build a new optimizer; to resume, "
-    "load its state after make_private."
+    "Nothing shows that releases alone made this optimizer's state: build a new optimizer; to resume, load its "
+    "state and private.load_state_dict after make_private."
 )
 _STATE_CHANGED = (
     "The optimizer's state changed between two steps. Leave it alone or, to resume, call "

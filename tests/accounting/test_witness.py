@@ -87,6 +87,8 @@ def test_an_emptied_ledger_is_not_called_one_that_released_nothing(tmp_path, mon
     monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "another"))
     with pytest.raises(LedgerError, match="holds no complete record"):
         begin(tmp_path, resume=True)
+    with pytest.raises(LedgerError, match="it is no ledger, or its run released nothing"):
+        Ledger.read(tmp_path / "ledger.jsonl")
 
 
 def test_data_are_told_apart_by_a_digest_that_shows_nothing_elsewhere(monkeypatch, tmp_path):

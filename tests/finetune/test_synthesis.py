@@ -153,4 +153,5 @@ def test_the_command_draws_on_a_gpu_where_there_is_one(trained, prompts, tmp_pat
 def test_a_run_whose_card_does_not_hold_writes_nothing(trained, tmp_path):
     output = tmp_path / "synthetic.jsonl"
     assert "has no card.json" in refused("synthesize", tmp_path, "--output", output)
+    assert "there is no folder" in refused("synthesize", tmp_path / "absent", "--output", output)
     assert not output.exists()

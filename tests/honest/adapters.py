@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -43,6 +44,7 @@ def tuned(config: Any) -> Case:
 LORA: dict[str, dict[str, Any]] = {
     "lora": {},
     "lora_dropout": {"lora_dropout": 0.1},
+    "lora_ranks": {"rank_pattern": {"q_proj": 2}},
     "lora_head_saved": {"modules_to_save": ["lm_head"]},
     "lora_embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
     "lora_trainable_tokens": {"trainable_token_indices": [5, 6]},
@@ -83,6 +85,34 @@ def configured(method: tuple[str, dict[str, Any]]) -> Case:
 
 register_all(METHODS, configured)
 register_all(MADE, configured, expect="one-example", why="the method makes a matrix of its parameters")
+
+
+_TASKS: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_tasks": 2}
+#: Methods whose rows each name their task; Poly draws its mixture of skills anew in each pass.
+BY_TASK: dict[str, tuple[Any, bool]] = {
+    "skills_by_task": (peft.PolyConfig(task_type="CAUSAL_LM", r=4, target_modules=_ATTENTION, n_tasks=2), False),
+    "prompt_by_task": (peft.MultitaskPromptTuningConfig(num_virtual_tokens=3, **_TASKS), True),
+}
+
+
+def _by_task(method: tuple[Any, bool]) -> Case:
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        return {**kit.causal(rows), "task_ids": torch.tensor([len(row["input_ids"]) % 2 for row in rows])}
+
+    return Case(adapted(kit.llama(num_key_value_heads=2), method[0]), kit.id_rows(), collate, exact=method[1])
+
+
+register_all(BY_TASK, _by_task)
+
+
+def _shared_experts(**options: Any) -> Case:
+    case = tuned(peft.LilyConfig(task_type="CAUSAL_LM", r=4, num_B=2, target_modules=_ATTENTION))
+    return dataclasses.replace(case, options=options)
+
+
+_AVERAGED = "Lily's router averages its weights over all tokens of a pass"
+register("shared_experts", _shared_experts, "refused: alone", _AVERAGED)
+register("shared_experts_isolated", lambda: _shared_experts(isolation="per_example"), "one-example", _AVERAGED)
 
 
 @program()

@@ -360,6 +360,29 @@ def temperature_among_outputs() -> Case:
 
 
 @program()
+def temperature_in_forward() -> Case:
+    """The same with the loss in forward()."""
+    model = kit.Wrapped(lambda self, x, y: F.cross_entropy(self.net(x) * self.scale.exp(), y), net=kit.mlp())
+    model.scale = nn.Parameter(torch.zeros(()))
+    return Case(model, kit.numbers(), None, kit.unpack)
+
+
+@program()
+def letters_in_forward() -> Case:
+    """One letter at a time within forward()."""
+
+    def forward(self: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        state, loss = None, torch.zeros(())
+        for place in range(ids.shape[1]):
+            found, state = self.layer(self.embed(ids[:, place])[None], state)
+            loss = loss + F.cross_entropy(self.head(found[0]), targets[:, place])
+        return loss
+
+    parts = {"layer": nn.GRU(8, kit.WIDTH), "head": nn.Linear(kit.WIDTH, kit.VOCABULARY)}
+    return Case(kit.Wrapped(forward, embed=nn.Embedding(kit.VOCABULARY, 8), **parts), blocks(), None, kit.unpack)
+
+
+@program()
 def ids_of_activations() -> Case:
     """Activations are rounded to the ids of a table, columns first."""
 

@@ -536,6 +536,16 @@ def features_of_a_hook() -> Case:
     return outside(model, kit.numbers(), loss=lambda m, b: kit.crossentropy(m, b) + kept["hidden"].square().mean())
 
 
+@program()
+def features_of_a_hook_returned() -> Case:
+    """The same where a wrapper returns them."""
+    net, kept = kit.mlp(), {}
+    net[1].register_forward_hook(lambda module, args, output: kept.update(hidden=output))
+    model = kit.Wrapped(lambda self, x: (self.net(x), kept["hidden"]), net=net)
+    loss = lambda m, b: (lambda z: F.cross_entropy(z[0], b[1]) + z[1].square().mean())(m(b[0]))  # noqa: E731
+    return outside(model, kit.numbers(), loss=loss)
+
+
 #: Programs of one line.
 ONE_LINE: dict[str, Any] = {
     "kl_div_alone_outside": lambda: outside(

@@ -343,7 +343,7 @@ NO_BACKWARD = r"step\(\) without backward\(\)"
             {},
             lambda p: _called_with(p, 2)["loss"].backward(),
             RuntimeError,
-            "without a batch of make_private",
+            "pass of no batch.* before one backward",
         ),
         (
             Classifier,

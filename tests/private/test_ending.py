@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import warnings
@@ -89,6 +90,7 @@ def test_a_run_that_is_not_over_says_nothing() -> None:
 def test_refusals_after_releases_say_what_was_spent_and_the_way_on_works() -> None:
     private = start(**PRIVATE)
     epoch(private)
+    kept = copy.deepcopy((private.model.state_dict(), private.state_dict()))
     # Freezing is no reason to refuse.
     private.model.first.weight.requires_grad_(False)
     epoch(private)
@@ -99,6 +101,11 @@ def test_refusals_after_releases_say_what_was_spent_and_the_way_on_works() -> No
         private.model.first.weight.zero_()
     with pytest.raises(RuntimeError, match=r"changed outside of a release.*6 of 9 releases are spent\."):
         epoch(private)
+    # Of the two ways on, one goes on with weights and state that were kept, the other anew.
+    private.model.load_state_dict(kept[0])
+    private.load_state_dict(kept[1])
+    epoch(private)
+    assert private.steps_done == 9
     fastdp.detach(private.model)
     again = start(private.model, **PRIVATE)
     epoch(again)
