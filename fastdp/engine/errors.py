@@ -18,9 +18,7 @@ OUTSIDE_OF_LOSS = (
     "A gradient reached the model outside of its loss. Return all it reads from forward(), call backward() once; penalize "
     "weights by weight_decay= or optimizer.register_step_pre_hook."
 )
-FAILED_BACKWARD = (
-    "A backward pass failed, and a repetition could count examples twice. Begin the loader's iteration anew."
-)
+FAILED_BACKWARD = "A backward pass failed, and a repetition could count examples twice. Iterate the loader anew."
 
 
 def out_of_memory(rows: int) -> torch.OutOfMemoryError:
