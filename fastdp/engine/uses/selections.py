@@ -232,8 +232,7 @@ def _positions(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -
     if func in _MASKING:
         return own[0].expand_as(args[0]).nonzero()[:, 0] if own[0].dim() <= args[0].dim() else None
     if func in _PICKING:
-        dims = [part for part in index if isinstance(part, int)]
-        columns = torch.atleast_1d(own[0]).unsqueeze(-1).flatten(1)
+        dims, columns = [n for n in index if isinstance(n, int)], torch.atleast_1d(own[0]).unsqueeze(-1).flatten(1)
         known = dims and dims[0] % args[0].dim() == 0 and columns.shape[1] and bool((columns == columns[:, :1]).all())
         return columns[:, 0] if known else None
     if not isinstance(index[0], torch.Tensor) or any(part.shape != own[0].shape for part in own):
