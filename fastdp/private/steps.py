@@ -24,7 +24,7 @@ from fastdp.private.stages import Stages
 from fastdp.verify import Checks
 from fastdp.verify.state import UNDECLARED
 
-_GRADIENT, _SHAPE, _VERSION = map(operator.attrgetter, ("grad", "shape", "_version"))
+_GRADIENT, _SHAPE = map(operator.attrgetter, ("grad", "shape"))
 #: Under this name the ledger keeps that steps were released without checks of the model.
 UNCHECKED = "unchecked rows"
 HOOK_WRITES = "what hooks of optimizer.step() write to the weights follows from released weights or public values"
@@ -44,10 +44,7 @@ _WARM = (
     "Nothing shows that releases alone made this optimizer's state: build a new optimizer; to resume, load its "
     "state and private.load_state_dict after make_private."
 )
-_STATE_CHANGED = (
-    "The optimizer's state changed between two steps. Leave it alone or, to resume, call "
-    "private.load_state_dict as well; this batch was not released."
-)
+_STATE_LOADED = "Nothing shows that releases made the optimizer's state that was loaded. To resume, call private.load_state_dict as well."
 
 
 class Steps:
@@ -68,7 +65,8 @@ class Steps:
         self._ledger, self._plan = stages.ledger, stages.plan
         self._prepare, self._changes = prepare, changes
         self._shapes = self._current_shapes()
-        self._state_guard = _OptimizerStateGuard(optimizer, resumed=stages.ledger.spent_steps > 0)
+        #: Whether a state of the optimizer may be loaded until the next release; and whether one was that may not.
+        self._expects_state, self._foreign_state = stages.ledger.spent_steps > 0, False
         self._observers = observers
         self.done = False
         #: On the device: to read it would make the host wait before each release.
@@ -87,6 +85,7 @@ class Steps:
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
         # What other hooks make of gradients is made of released ones.
         cast(Any, optimizer._optimizer_step_pre_hooks).move_to_end(self._hooks[0].id, last=False)
@@ -96,12 +95,16 @@ class Steps:
 
     def expect_state(self) -> None:
         """A private run's checkpoint is being loaded, and the optimizer's state with it, before or after."""
-        self._state_guard.forget()
+        self._expects_state, self._foreign_state = True, False
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        self._foreign_state = not self._expects_state
 
     def remove(self) -> None:
         """Leave the optimizer and its schedules alone again."""
         for hook in self._hooks:
             hook.remove()
+        _LEFT[self._optimizer] = _state_values(self._optimizer)
         forget_releases(self._optimizer)
         setattr(self._optimizer, _FUSED, self._scales)
 
@@ -175,7 +178,8 @@ class Steps:
         accumulator = engine.accumulator
         alone = self._ranks.size == 1 and not engine.weights.cut
         with nullcontext() if alone else engine.synchronized(self._shared_state(accumulator.policy)):
-            self._state_guard.require_untouched()
+            if self._foreign_state:
+                raise RuntimeError(_STATE_LOADED)
             self._require_noise(accumulator.policy)
             if not engine.checks.enabled and self._ledger.noted(UNCHECKED) is None:
                 # Kept with the spending, so that the card says so of a run that goes on with checks as well.
@@ -183,7 +187,7 @@ class Steps:
             if self._ranks.size > 1:
                 # Ranks meet once: what the first could not write, all are told here.
                 self._ledger.reserve_next()
-        self._state_guard.forget()
+        self._expects_state = False
         if not alone:
             accumulator.merge(self._ranks)
         self.nonfinite = self.nonfinite + accumulator.nonfinite
@@ -330,7 +334,6 @@ class Steps:
         # Torch's fused optimizers count no write.
         torch.autograd.graph.increment_version([p for group in optimizer.param_groups for p in group["params"]])
         with gc_paused():
-            self._state_guard.keep()
             checks.state.settle(written=not hooked)
         if self._changes or self._ledger.spent_steps >= self._ledger.budget_steps:
             self._prepare()
@@ -365,17 +368,25 @@ def noised_fraction(unclipped: float, units: float, std: float, divisor: float, 
 _FUSED = "_step_supports_amp_scaling"
 
 
-#: What the latest release of each optimizer left in its state, its tensors, and how often torch had counted writes into each.
-_LEFT: weakref.WeakKeyDictionary[Any, tuple[list[Any], list[torch.Tensor], list[int]]] = weakref.WeakKeyDictionary()
+#: What an ended run left in its optimizer's state, and how often torch had counted writes into each tensor.
+_LEFT: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[Any], list[int]]] = weakref.WeakKeyDictionary()
 
 
 def refuse_used_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for an optimizer with a state that neither its settings nor a private run that has ended left there."""
-    if _state_values(optimizer) and not _as_left(optimizer) and not _is_initial(optimizer):
+    (values, versions), (left, before) = _state_values(optimizer), _LEFT.get(optimizer, ([], []))
+    as_left = len(values) == len(left) and all(map(operator.is_, values, left)) and versions == before
+    if not (as_left or _is_initial(optimizer, values)):
         raise ValueError(_WARM)
 
 
-def _is_initial(optimizer: torch.optim.Optimizer) -> bool:
+def _state_values(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[int]]:
+    """The values of an optimizer's state, and how often torch counted a write into each that is a tensor."""
+    values = [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
+    return values, [value._version for value in values if isinstance(value, torch.Tensor)]
+
+
+def _is_initial(optimizer: torch.optim.Optimizer, values: Sequence[Any]) -> bool:
     """Whether every state is zero or filled with a setting, as Adagrad's are from the start: no example is in it."""
     numbers = {value for group in optimizer.param_groups for value in group.values() if type(value) in (int, float)}
 
@@ -386,50 +397,7 @@ def _is_initial(optimizer: torch.optim.Optimizer) -> bool:
         settings = (torch.tensor(number, dtype=value.dtype).item() for number in (0.0, *numbers))
         return any(bool((value == setting).all()) for setting in settings)
 
-    return all(map(constant, _state_values(optimizer)))
-
-
-class _OptimizerStateGuard:
-    """What an optimizer carries from step to step: its updates follow from it, and releases alone may write into it."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, *, resumed: bool):
-        self._optimizer = optimizer
-        self._values: list[Any] = []
-        self._tensors: list[torch.Tensor] = []
-        if not resumed:
-            # That of a resumed run's earlier process is loaded from here on.
-            self.keep()
-
-    def keep(self) -> None:
-        """From here on nobody may write into the state."""
-        values = _state_values(self._optimizer)
-        if not _same(values, self._values):
-            # A count of steps tells nothing of examples.
-            self._values, self._tensors = values, [v for v in values if isinstance(v, torch.Tensor) and v.dim()]
-        _LEFT[self._optimizer] = values, self._tensors, list(map(_VERSION, self._tensors))
-
-    def forget(self) -> None:
-        """Until the next step any state is taken."""
-        _LEFT.pop(self._optimizer, None)
-
-    def require_untouched(self) -> None:
-        """Raise RuntimeError if the state was written to since it was kept."""
-        if self._optimizer in _LEFT and not _as_left(self._optimizer):
-            raise RuntimeError(_STATE_CHANGED)
-
-
-def _state_values(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
-
-
-def _as_left(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the state is what the latest release left: the same objects, into which nothing was written."""
-    values, held, versions = _LEFT.get(optimizer, ((None,), (), []))
-    return _same(_state_values(optimizer), values) and list(map(_VERSION, held)) == versions
-
-
-def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(values) == len(others) and all(map(operator.is_, values, others))
+    return all(map(constant, values))
 
 
 class _EvaluatedClosure:

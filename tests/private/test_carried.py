@@ -48,34 +48,6 @@ def test_an_eps_of_zero_is_refused_before_budget_is_spent(make: Any) -> None:
         start(model, None, make(model.parameters(), lr=0.1, eps=0.0))
 
 
-@cases("kind, replaced", [("sgd", True), ("adam", False)])
-def test_state_that_was_written_between_steps_is_not_released_with(kind: str, replaced: bool) -> None:
-    model = Classifier()
-    private = start(model, None, KINDS[kind](model.parameters()))
-    for _ in range(2):
-        logical_step(private)
-    state = private.optimizer.state[model.first.weight]
-    name = "momentum_buffer" if kind == "sgd" else "exp_avg"
-    if replaced:
-        state[name] = state[name] + 1
-    else:
-        state[name][0] += 1
-    done = private.steps_done
-    with pytest.raises(RuntimeError, match="optimizer's state changed between two steps"):
-        logical_step(private)
-    assert private.steps_done == done
-
-
-def test_a_count_of_steps_may_be_set_back_between_steps() -> None:
-    model = Classifier()
-    private = start(model, None, KINDS["adam"](model.parameters()))
-    for _ in range(2):
-        logical_step(private)
-        for state in private.optimizer.state.values():
-            state["step"].zero_()
-    assert private.steps_done == 2
-
-
 def test_a_checkpoint_is_loaded_with_the_private_state_and_not_without() -> None:
     model = Classifier()
     first = start(model, None, KINDS["adam"](model.parameters()))
