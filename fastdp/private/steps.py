@@ -44,7 +44,10 @@ _WARM = (
     "Nothing shows that releases alone made this optimizer's state: build a new optimizer; to resume, load its "
     "state and private.load_state_dict after make_private."
 )
-_STATE_LOADED = "Nothing shows that releases made the optimizer's state that was loaded. To resume, call private.load_state_dict as well."
+_STATE_LOADED = (
+    "Nothing shows that releases made the optimizer's state that was loaded. To resume, call "
+    "private.load_state_dict as well."
+)
 
 
 class Steps:
@@ -98,7 +101,7 @@ class Steps:
         self._expects_state, self._foreign_state = True, False
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        self._foreign_state = not self._expects_state
+        self._foreign_state = not (self._expects_state or _is_initial(optimizer, _state_values(optimizer)[0]))
 
     def remove(self) -> None:
         """Leave the optimizer and its schedules alone again."""
