@@ -243,8 +243,6 @@ def test_a_bound_made_smaller_is_found_whoever_renews_the_digest(made):
 
 #: Free text: sentences of which those that a mechanism or a field implies must stand, when and with what it was written.
 FREE = {"assumptions", "created", "notes", "remaining", "software", "unprotected", "weights"}
-#: Of a promise that another card certifies.
-EXTERNAL = {"certified_by", "promise", "unit"}
 #: Tables with entries of their makers' choice.
 OPEN = {("settings", "detector"), ("settings", "strengths"), ("mechanism", "labels")}
 

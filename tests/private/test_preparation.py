@@ -235,7 +235,7 @@ def test_a_contribution_that_others_change_is_not_released(weight: float) -> Non
         for seed in range(8):
             start(Classifier(), loader(data), method=Sneaky(act), noise_multiplier=1.0, unsafe_seed=seed).prepare()
 
-    with pytest.raises(SelfCheckError, match="beside others than alone"):
+    with pytest.raises(SelfCheckError, match="one contributes otherwise alone"):
         attempts()
 
 
