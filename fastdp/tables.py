@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -350,11 +351,14 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _objects(path: Path, numbered: Iterable[tuple[int, Any]], word: str) -> Rows:
-    rows, lines = [], []
+    # A file of millions of short lines would take several times as much as Python's integers.
+    rows, lines = [], array("q")
     columns: dict[str, None] = {}
     for number, row in numbered:
         if not isinstance(row, dict):
             raise DataError(f"{path}, {word} {number}: expected an object with named fields, not {quote(row, 30)}")
+        if not row:
+            raise DataError(f"{path}, {word} {number}: an object without fields: remove it, or give it a text")
         columns.update(dict.fromkeys(row))
         rows.append(row)
         lines.append(number)

@@ -71,6 +71,7 @@ def test_saved_dataset(tmp_path):
         ("a.csv", "", "holds no rows"),
         ("a.csv", "a,b\n", "holds no rows"),
         ("a.txt", " \n\n", "holds no rows"),
+        ("a.jsonl", '{"a": 1}\n{}\n', r"a\.jsonl, line 2: an object without fields"),
         ("a.jsonl", '{"a": 1}\n{"a": \n', r"a\.jsonl, line 2: not JSON"),
         ("a.jsonl", f'{{"a": {"9" * 5000}}}\n', r"a\.jsonl, line 1: a number of it has thousands of digits"),
         ("a.jsonl", "[1]\n", r"row 1: expected an object"),
