@@ -391,7 +391,7 @@ _JSON = {".json", ".jsonl", ".ndjson"}
 
 def _read_parquet(path: Path) -> Rows:
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import ArrowException, Table, parquet
     except ImportError:
         raise DataError(f"reading {path} needs pyarrow: pip install 'fastdp-lm[trainer]'") from None
     try:
@@ -402,7 +402,14 @@ def _read_parquet(path: Path) -> Rows:
         with _refusing(path, "Parquet file"):
             _check_room(sum(g.column(at).num_values for g in groups for at in range(g.num_columns)), 0, size)
         _check_header(path, shape.schema.to_arrow_schema().names)
-        table = parquet.read_table(path)
+        # Few bytes of a dictionary may stand for gigabytes, of which no header speaks.
+        file, parts, total = parquet.ParquetFile(path), [], 0
+        for part in file.iter_batches(256):
+            parts.append(part)
+            total += part.nbytes
+            with _refusing(path, "Parquet file"):
+                _check_room(0, total, size)
+        table = Table.from_batches(parts, file.schema_arrow)
     except DataError:
         raise
     except (ArrowException, OSError, ValueError):

@@ -8,6 +8,7 @@ import numpy
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from fastdp import tables
 from fastdp.tables import DataError, read_rows
 from tests.cases import cases, pairs
 
@@ -342,3 +343,14 @@ def test_many_columns_are_read_at_once_and_named_in_short(tmp_path_factory, name
     with pytest.raises(DataError, match=r"its columns are c0, c1, .*, c19, \.\.\.$"):
         read_rows(path).column("text", "text_column")
     assert time.process_time() - begin < 10
+
+
+def test_a_parquet_dictionary_that_stands_for_far_more_text_is_not_written_out(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a" * 10_000] * 5000}), path, compression="zstd")
+    monkeypatch.setattr(tables, "_MUCH_TEXT", 1 << 20)
+    with pytest.raises(DataError, match="hold 0 values, in .* bytes: too many"):
+        read_rows(path)
