@@ -12,6 +12,7 @@ import json
 import math
 import re
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -355,11 +356,14 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _objects(path: Path, numbered: Iterable[tuple[int, Any]], word: str) -> Rows:
-    rows, lines = [], []
+    # A file of millions of short lines would take several times as much as Python's integers.
+    rows, lines = [], array("q")
     columns: dict[str, None] = {}
     for number, row in numbered:
         if not isinstance(row, dict):
             raise DataError(f"{path}, {word} {number}: expected an object with named fields, not {quote(row, 30)}")
+        if not row:
+            raise DataError(f"{path}, {word} {number}: an object without fields: remove it, or give it a text")
         columns.update(dict.fromkeys(row))
         rows.append(row)
         lines.append(number)
@@ -392,7 +396,7 @@ _JSON = {".json", ".jsonl", ".ndjson"}
 
 def _read_parquet(path: Path) -> Rows:
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import ArrowException, Table, parquet
     except ImportError:
         raise DataError(f"reading {path} needs pyarrow: pip install 'fastdp-lm[trainer]'") from None
     try:
@@ -403,7 +407,14 @@ def _read_parquet(path: Path) -> Rows:
         with _refusing(path, "Parquet file"):
             _check_room(sum(g.column(at).num_values for g in groups for at in range(g.num_columns)), 0, size)
         _check_header(path, shape.schema.to_arrow_schema().names)
-        table = parquet.read_table(path)
+        # Few bytes of a dictionary may stand for gigabytes, of which no header speaks.
+        file, parts, total = parquet.ParquetFile(path), [], 0
+        for part in file.iter_batches(256):
+            parts.append(part)
+            total += part.nbytes
+            with _refusing(path, "Parquet file"):
+                _check_room(0, total, size)
+        table = Table.from_batches(parts, file.schema_arrow)
     except DataError:
         raise
     except (ArrowException, OSError, ValueError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import html
 import json
 import math
@@ -40,6 +41,9 @@ MAX_VALUES = 1 << 21
 MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
 #: Most layers, heads or experts of a model and ranks of an adapter; most positions; most that a tokenizer makes of a character.
 MAX_PARTS, MAX_POSITIONS, MAX_GROWTH = 1 << 12, 1 << 24, 10_000
+#: Most tokens that a template adds to a text. Most characters that a normalizer makes of texts, and of each of theirs beyond:
+#: each may be a token of 370 bytes. Characters that it is tried on at once.
+MAX_ADDED, MAX_NORMALIZED, MAX_MEAN_GROWTH, SLICE = 64, 1 << 22, 8, 1 << 10
 #: Seconds that a call of a tokenizer or a chat template may take beside those for its text.
 CALL_SECONDS = 60.0
 #: Most bytes of the process that renders a chat template, and of what it makes beside a hundred for each of a conversation.
@@ -267,8 +271,8 @@ def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
     gets no more memory than the machine has.
 
     Raises:
-        ValueError: for one that takes more, and for a panic of the tokenizers library, which is no Exception and may quote
-            a text.
+        ValueError: for one that takes more, whose normalizer grows these texts manifold, and for a panic of the tokenizers
+            library, which is no Exception and may quote a text.
     """
     given = [*texts, *(options.get(key) or () for key in ("text", "text_target"))]
     results: list[Any] = []
@@ -276,6 +280,7 @@ def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
 
     def run() -> None:
         try:
+            _check_normalized(tokenizer, given)
             results.append(tokenizer(*texts, **options))
         except BaseException as error:
             failures.append(error)
@@ -480,9 +485,29 @@ def check_config(config: Any) -> None:
         check_config(value)
 
 
+def _check_normalized(tokenizer: Any, texts: Any) -> None:
+    """Refuse a normalizer that makes far more of these texts: where memory ends, the tokenizers library ends the process."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    most = max(MAX_NORMALIZED, MAX_MEAN_GROWTH * _characters(texts))
+    if normalizer is None or _normalizer_growth(normalizer.__getstate__()) * _characters(texts) <= most:
+        return
+    for text in _strings(texts):
+        for begin in range(0, len(text), SLICE):
+            most -= len(normalizer.normalize_str(text[begin : begin + SLICE]))
+            if most < 0:
+                raise ValueError("its tokenizer makes far more of a text than it holds: use the published model's")
+
+
+@functools.lru_cache(8)
+def _normalizer_growth(state: bytes) -> float:
+    return _growth(json.loads(state))
+
+
 def _check_tokenizer(parts: dict[str, Any]) -> None:
     """Refuse a tokenizer that may make `MAX_GROWTH` times as much of a text, as that of a few kilobytes could hold for hours."""
     encoding = math.prod(_growth(parts.get(name)) for name in ("normalizer", "pre_tokenizer", "post_processor"))
+    if _growth(parts.get("post_processor")) > MAX_ADDED:
+        raise FolderRejected(f"its tokenizer adds more than {MAX_ADDED} tokens to a text: use the published model's")
     if max(encoding, _growth(parts.get("decoder"))) > MAX_GROWTH:
         raise FolderRejected(f"its tokenizer may grow a text more than {MAX_GROWTH}-fold: use the published model's")
 
@@ -506,7 +531,15 @@ def _growth(part: Any) -> float:
 
 
 def _characters(texts: Any) -> int:
-    return len(texts) if isinstance(texts, str) else sum(map(_characters, texts))
+    return sum(map(len, _strings(texts)))
+
+
+def _strings(texts: Any) -> Iterator[str]:
+    if isinstance(texts, str):
+        yield texts
+    else:
+        for inner in texts:
+            yield from _strings(inner)
 
 
 def _is_visible(character: str) -> bool:

@@ -8,6 +8,7 @@ import numpy
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from fastdp import tables
 from fastdp.tables import DataError, read_rows
 from tests.cases import cases, pairs
 
@@ -75,6 +76,7 @@ def test_saved_dataset(tmp_path):
         ("a.csv", "", "holds no rows"),
         ("a.csv", "a,b\n", "holds no rows"),
         ("a.txt", " \n\n", "holds no rows"),
+        ("a.jsonl", '{"a": 1}\n{}\n', r"a\.jsonl, line 2: an object without fields"),
         ("a.jsonl", '{"a": 1}\n{"a": \n', r"a\.jsonl, line 2: not JSON"),
         ("a.jsonl", f'{{"a": {"9" * 5000}}}\n', r"a\.jsonl, line 1: a number of it has thousands of digits"),
         ("a.jsonl", "[1]\n", r"row 1: expected an object"),
@@ -345,3 +347,14 @@ def test_many_columns_are_read_at_once_and_named_in_short(tmp_path_factory, name
     with pytest.raises(DataError, match=r"its columns are c0, c1, .*, c19, \.\.\.$"):
         read_rows(path).column("text", "text_column")
     assert time.process_time() - begin < 10
+
+
+def test_a_parquet_dictionary_that_stands_for_far_more_text_is_not_written_out(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a" * 10_000] * 5000}), path, compression="zstd")
+    monkeypatch.setattr(tables, "_MUCH_TEXT", 1 << 20)
+    with pytest.raises(DataError, match="hold 0 values, in .* bytes: too many"):
+        read_rows(path)

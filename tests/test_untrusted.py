@@ -466,7 +466,7 @@ GROWING = {
         ("config.json", {"text_config": {"num_experts": 1e9}}, "has 'num_experts' 1000000000.0: no model"),
         ("config.json", {"num_labels": 10**9}, "has 'num_labels' 1000000000: no model"),
         *(
-            ("tokenizer.json", {place: GROWING[name]}, "its tokenizer may grow a text")
+            ("tokenizer.json", {place: GROWING[name]}, "its tokenizer (may grow a text|adds more than 64 tokens)")
             for name, place in (
                 *((name, "normalizer") for name in ("replacements", "nothing", "prefixes", "nested", "map")),
                 *(("bytes", "pre_tokenizer"), ("template", "post_processor"), ("replacements", "decoder")),
@@ -516,6 +516,18 @@ def test_an_expression_of_a_tokenizer_that_fails_or_runs_for_hours_is_refused(
             read()
         assert text[:7] not in str(caught.value)
         assert resource.getrlimit(resource.RLIMIT_DATA) == limit
+
+
+def test_a_normalizer_that_makes_far_more_of_a_text_than_it_holds_is_refused(tmp_path):
+    """Within what a character may become, since where memory ends, the tokenizers library ends the process."""
+    small_gpt2(tmp_path, n_layer=1, n_embd=16)
+    path = tmp_path / "tokenizer.json"
+    grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a " * 250}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": grow}))
+    tokenizer = untrusted.load_pretrained_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="makes far more of a text than it holds"):
+        untrusted.encode(tokenizer, ["b" * 20_000, "a" * 20_000])
+    assert untrusted.encode(tokenizer, ["b" * 5000])["input_ids"]
 
 
 TOO_MUCH = "it takes too much time or memory"

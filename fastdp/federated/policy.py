@@ -26,6 +26,8 @@ _SIMULATED = {"partition_id", "num_partitions"}
 #: Detectors of this install. Any other is a model, whose maker may have trained it to leave chosen texts unmarked.
 _OWN_DETECTORS = ("rules", "presidio")
 _PERTURBATION_SETTINGS = ("epsilon", "mechanism", "budget")
+#: What makes a round's work and memory grow without bound, whatever it does for privacy.
+_WORK_SETTINGS = ("local_epochs", "max_length", "bottleneck_size", "lora_r")
 _DETECTOR_SETTINGS = ("detector", "threshold", "names", "labelled_spans")
 
 
@@ -82,6 +84,11 @@ class NodePolicy:
     threads: int = setting("torch threads; 0 leaves the run's choice", 0, least=0)
     device: str = setting("where this node perturbs and trains; by default the run's choice", "")
     partition_id: int = setting("number of this node; names its folder below state", 0, least=0)
+    physical_batch_size: int = setting("most examples in memory at once", 16, above=0)
+    local_epochs: int = setting("most passes in a round", 64, above=0)
+    max_length: int = setting("most tokens of an example", 1024, above=0)
+    bottleneck_size: int = setting("widest bottleneck", 512, above=0)
+    lora_r: int = setting("largest rank of LoRA", 512, above=0)
 
     perturbation: str = setting(
         "least that is perturbed: none, selective (private tokens), or all", "", among=PERTURBATIONS
@@ -161,8 +168,11 @@ class NodePolicy:
         """The run's settings with this node's paths, and the stricter of both wherever a setting protects its texts.
 
         Raises:
-            ClientRefusal: if the run's detector is a model of its own.
+            ClientRefusal: if the run's detector is a model of its own, or it asks for more work than this node allows.
         """
+        for name in _WORK_SETTINGS:
+            if getattr(run, name) > getattr(self, name):
+                raise ClientRefusal(f"this client takes {name} up to {getattr(self, name)}: lower it, or ask its owner")
         others = set(run.detector.split(" + ")) - {*_OWN_DETECTORS, *self.detector.split(" + ")}
         if others and "selective" in (run.perturbation, self.perturbation):
             raise ClientRefusal(
@@ -175,6 +185,7 @@ class NodePolicy:
         found |= {"eval": "", "partition": "own"}
         found |= {"model": self.model, "threads": self.threads or run.threads}
         found["device"] = self.device or run.device
+        found["physical_batch_size"] = min(self.physical_batch_size, run.physical_batch_size)
         if self.perturbation != "none":
             found |= self._perturbation(run)
         if self.dpsgd_epsilon > 0:

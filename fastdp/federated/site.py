@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import fastdp
 import fastdp.files as files
-from fastdp.data import Examples
+from fastdp.data import IGNORED, Examples
 from fastdp.federated.adapter import AdaptedModel
 from fastdp.federated.config import FederatedConfig
 from fastdp.federated.policy import ClientRefusal
@@ -130,7 +130,7 @@ class Site:
             self._fit_privately(model, optimizer, loader)
             return FitResult(len(self.examples), None, None)
         begin = time.perf_counter()
-        loss = _passes(model, optimizer, loader, config.local_epochs)
+        loss = _passes(model, optimizer, loader, config.local_epochs, config.physical_batch_size)
         return FitResult(len(self.examples), time.perf_counter() - begin, loss)
 
     def _fit_privately(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
@@ -150,24 +150,31 @@ class Site:
         # The next round goes on with it.
         private.ending.expect()
         try:
-            _passes(model, optimizer, private.data_loader, config.local_epochs)
+            _passes(model, optimizer, private.data_loader, config.local_epochs, config.physical_batch_size)
             private.card().save(self.folder / "card_dpsgd")
         finally:
             private.detach()
 
 
-def _passes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any, epochs: int) -> float:
-    """Mean loss of the last pass."""
+def _passes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any, epochs: int, rows: int) -> float:
+    """Mean loss of the last pass, over batches of which ``rows`` examples are in memory at once."""
     device = next(model.parameters()).device
     loss, batches = torch.zeros((), device=device), 0
     for _ in range(epochs):
         loss, batches = torch.zeros((), device=device), 0
         for batch in loader:
-            found = model(**{key: value.to(device) for key, value in batch.items()}).loss
-            found.backward()
+            parts = [dict(zip(batch, part)) for part in zip(*(value.split(rows) for value in batch.values()))]
+            learned = [int((part["labels"][:, 1:] != IGNORED).sum()) for part in parts]
+            for part, tokens in zip(parts, learned):
+                if not tokens and len(parts) > 1:
+                    continue  # Its mean is no number.
+                found = model(**{key: value.to(device) for key, value in part.items()}).loss
+                # A batch's loss is the mean over its tokens.
+                found = found * (tokens / sum(learned)) if len(parts) > 1 else found
+                found.backward()
+                loss += found.detach()
             optimizer.step()
             optimizer.zero_grad()
-            loss += found.detach()
             batches += 1
     return float(loss) / max(batches, 1)
 

@@ -93,6 +93,22 @@ def test_a_run_brings_neither_a_tokenizer_nor_a_detector():
     assert read({"perturbation": "all", "detector": "/of/the/server"}, perturbation="all").perturbation == "all"
 
 
+def test_a_run_asks_for_no_more_work_than_a_node_allows():
+    run = {"batch-size": 1 << 16, "physical-batch-size": 1 << 16}
+    assert read(run).physical_batch_size == 16
+    assert read({"physical-batch-size": 4}).physical_batch_size == 4
+    assert read(run, physical_batch_size=64).physical_batch_size == 64
+    for name, asked, allowed in (
+        ("local_epochs", 1024, 64),
+        ("max_length", 1 << 20, 1024),
+        ("bottleneck_size", 4096, 512),
+        ("lora_r", 4096, 512),
+    ):
+        with pytest.raises(ValueError, match=f"takes {name} up to {allowed}: lower it"):
+            read({name: asked})
+        assert getattr(read({name: asked}, **{name: asked}), name) == asked
+
+
 def test_private_paths_come_from_the_node_alone():
     with pytest.raises(NodeSettingError, match="train is missing"):
         read({"train": "/etc/passwd"}, train=None)

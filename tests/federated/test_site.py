@@ -132,6 +132,24 @@ def test_a_client_without_data_says_so(settings):
         Site.of_partition(adapted(settings), 30, 31)
 
 
+def test_a_large_batch_is_trained_in_parts_of_a_bounded_size(settings):
+    """The same step, whatever is in memory at once: a loss is the mean over a batch's tokens."""
+    found, rows = [], []
+    for size in (64, 5):
+        site = Site.of_partition(adapted(settings, batch_size=64, physical_batch_size=size), 0, 2)
+        sizes = []
+        site.adapted.model.register_forward_pre_hook(
+            lambda _, __, given, into=sizes: into.append(len(given["input_ids"])), with_kwargs=True
+        )
+        fitted = site.fit(1)
+        found.append((fitted.loss, site.adapted.adapter))
+        rows.append(max(sizes))
+    assert rows[1] == 5 < rows[0]
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], value, rtol=0, atol=1e-4)
+
+
 def fit_privately(settings, rounds):
     """Cards after each round of DP-SGD at a client, which reports neither loss nor time: no epsilon would cover them."""
     site = Site.of_partition(adapted(settings, dpsgd_epsilon=8.0, batch_size=6, rounds=rounds), 0, 2)
