@@ -358,3 +358,17 @@ def test_a_parquet_dictionary_that_stands_for_far_more_text_is_not_written_out(t
     monkeypatch.setattr(tables, "_MUCH_TEXT", 1 << 20)
     with pytest.raises(DataError, match="hold 0 values, in .* bytes: too many"):
         read_rows(path)
+
+
+def test_a_parquet_header_that_contradicts_itself_ends_no_process(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["one", "two", None]}), path)
+    honest = path.read_bytes()
+    # The column is of no known kind of repetition, and counts of its levels stand beside it.
+    path.write_bytes(honest.replace(b"%\x02\x18\x04text", b"%\x06\x18\x04text"))
+    assert path.read_bytes() != honest
+    with pytest.raises(DataError, match="no Parquet file that can be read"):
+        read_rows(path)

@@ -183,7 +183,7 @@ class NodePolicy:
         }
         # A node evaluates nothing, and all of its file is its own.
         found |= {"eval": "", "partition": "own"}
-        found |= {"model": self.model, "threads": self.threads or run.threads}
+        found |= {"model": self.model, "threads": self.threads or min(run.threads, os.cpu_count() or 1)}
         found["device"] = self.device or run.device
         found["physical_batch_size"] = min(self.physical_batch_size, run.physical_batch_size)
         if self.perturbation != "none":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,8 @@ def test_a_run_asks_for_no_more_work_than_a_node_allows():
     assert read(run).physical_batch_size == 16
     assert read({"physical-batch-size": 4}).physical_batch_size == 4
     assert read(run, physical_batch_size=64).physical_batch_size == 64
+    assert read({"threads": 1024}).threads <= (os.cpu_count() or 1)
+    assert read({"threads": 1024}, threads=3).threads == 3
     for name, asked, allowed in (
         ("local_epochs", 1024, 64),
         ("max_length", 1 << 20, 1024),

@@ -135,6 +135,7 @@ def arguments(**changes):
         ({"weight_decay": -0.1}, ValueError, "weight_decay must be"),
         ({"step": 0}, ValueError, "step counts from 1"),
         ({"exp_avg_sq": torch.zeros(2, 3, dtype=torch.bfloat16)}, ValueError, "moments all float32 or all bfloat16"),
+        ({"exp_avg_sq": torch.zeros(2, 3, requires_grad=True)}, RuntimeError, "exp_avg_sqs? requires grad"),
         ({"param": torch.zeros(3, 2).T}, ValueError, "params must be contiguous"),
         ({"rows": torch.ones(2)}, ValueError, "rows and columns must be as many"),
         ({"rows": torch.ones(2), "columns": torch.ones(2)}, ValueError, "are no axes of a parameter of 6 elements"),
