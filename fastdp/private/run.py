@@ -221,12 +221,14 @@ class Private:
 
     def _include_unfrozen(self) -> None:
         """Before a logical batch: train what the loop has unfrozen since make_private, and the optimizer holds."""
-        known = {*map(id, self._stages.parameters.values())}
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
-        if held <= known or self.installed is not None or self.method.selects or self._stages.prepares:
+        known, held = self._stages.known, [group["params"] for group in self.optimizer.param_groups]
+        if all(known.issuperset(map(id, own)) for own in held):
+            return
+        new = {id(p) for own in held for p in own if p.requires_grad} - known
+        if not new or self.installed is not None or self.method.selects or self._stages.prepares:
             return
         check_model(self.model, self.optimizer)
-        self._stages.include({n: p for n, p in self.model.named_parameters() if id(p) in held - known})
+        self._stages.include({n: p for n, p in self.model.named_parameters() if id(p) in new})
         self._follow_schedule()
 
     def _abandon(self) -> None:

@@ -61,6 +61,7 @@ class Stages:
         self.release, self.ledger, self.ranks = release, ledger, ranks
         #: All that the run may train, by name; it grows by what the loop unfreezes.
         self.parameters = dict(release.parameters)
+        self.known = {*map(id, self.parameters.values())}
         self.outcome: Outcome = {}
         self._chosen: tuple[Outcome, str] = self.outcome, ""
         #: What the loop froze, by identity: it stays frozen in the stages to come.
@@ -121,6 +122,7 @@ class Stages:
         cast(Checks, self.engine.checks).state.require_parameters()
         self._close_stage()
         self.parameters |= parameters
+        self.known.update(map(id, parameters.values()))
         self.release.include(parameters)
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self.engine = self._open()
