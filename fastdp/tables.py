@@ -28,7 +28,7 @@ _PARQUET = ".parquet"
 #: Most values of a Parquet file, and characters of its text, for each of its bytes once they are many: few bytes may say that
 #: they are billions.
 _MOST_VALUES, _MOST_TEXT = 100, 1000
-_MANY_VALUES, _MUCH_TEXT = 1 << 24, 1 << 30
+_MANY_VALUES, MUCH_TEXT = 1 << 24, 1 << 30
 #: Counts the values of a Parquet file: of a nested column more than there are rows.
 _COUNT = """
 import sys
@@ -440,7 +440,7 @@ def _read_parquet(path: Path) -> Rows:
     with _refusing(path, "Parquet file"):
         _check_table(table, size)
         rows: list[dict[str, Any]] = []
-        room = max(_MUCH_TEXT, _MOST_TEXT * size)
+        room = max(MUCH_TEXT, _MOST_TEXT * size)
         for batch in table.to_batches(max_chunksize=1024):
             rows += batch.to_pylist()
             room -= sum(len(v) for row in rows[-len(batch) :] for v in row.values() if isinstance(v, (str, bytes)))
@@ -480,7 +480,7 @@ def _check_table(table: Any, size: int) -> None:
 
 
 def _check_room(values: int, nbytes: int, size: int) -> None:
-    if values > max(_MANY_VALUES, _MOST_VALUES * size) or nbytes > max(_MUCH_TEXT, _MOST_TEXT * size):
+    if values > max(_MANY_VALUES, _MOST_VALUES * size) or nbytes > max(MUCH_TEXT, _MOST_TEXT * size):
         raise ValueError(f"its {size} bytes hold {values} values, in {nbytes} bytes: too many")
 
 

@@ -355,7 +355,7 @@ def test_a_parquet_dictionary_that_stands_for_far_more_text_is_not_written_out(t
 
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": ["a" * 10_000] * 5000}), path, compression="zstd")
-    monkeypatch.setattr(tables, "_MUCH_TEXT", 1 << 20)
+    monkeypatch.setattr(tables, "MUCH_TEXT", 1 << 20)
     with pytest.raises(DataError, match="hold 0 values, in .* bytes: too many"):
         read_rows(path)
 
