@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import html
 import json
 import math
@@ -21,6 +20,7 @@ import sys
 import threading
 import time
 import unicodedata
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +44,8 @@ MAX_PARTS, MAX_POSITIONS, MAX_GROWTH = 1 << 12, 1 << 24, 10_000
 #: Most tokens that a template adds to a text. Most characters that a normalizer makes of texts, and of each of theirs beyond:
 #: each may be a token of 370 bytes. Characters that it is tried on at once.
 MAX_ADDED, MAX_NORMALIZED, MAX_MEAN_GROWTH, SLICE = 64, 1 << 22, 8, 1 << 10
+#: The most that a tokenizer's normalizer makes of a character.
+_NORMALIZER_GROWTH: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 #: Seconds that a call of a tokenizer or a chat template may take beside those for its text.
 CALL_SECONDS = 60.0
 #: Most bytes of the process that renders a chat template, and of what it makes beside a hundred for each of a conversation.
@@ -488,19 +490,20 @@ def check_config(config: Any) -> None:
 def _check_normalized(tokenizer: Any, texts: Any) -> None:
     """Refuse a normalizer that makes far more of these texts: where memory ends, the tokenizers library ends the process."""
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-    most = max(MAX_NORMALIZED, MAX_MEAN_GROWTH * _characters(texts))
-    if normalizer is None or _normalizer_growth(normalizer.__getstate__()) * _characters(texts) <= most:
+    if normalizer is None:
+        return
+    if tokenizer not in _NORMALIZER_GROWTH:
+        # Some hold a table of hundreds of kilobytes.
+        _NORMALIZER_GROWTH[tokenizer] = _growth(json.loads(normalizer.__getstate__()))
+    characters = _characters(texts)
+    most = max(MAX_NORMALIZED, MAX_MEAN_GROWTH * characters)
+    if _NORMALIZER_GROWTH[tokenizer] * characters <= most:
         return
     for text in _strings(texts):
         for begin in range(0, len(text), SLICE):
             most -= len(normalizer.normalize_str(text[begin : begin + SLICE]))
             if most < 0:
                 raise ValueError("its tokenizer makes far more of a text than it holds: use the published model's")
-
-
-@functools.lru_cache(8)
-def _normalizer_growth(state: bytes) -> float:
-    return _growth(json.loads(state))
 
 
 def _check_tokenizer(parts: dict[str, Any]) -> None:

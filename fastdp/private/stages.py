@@ -61,6 +61,7 @@ class Stages:
         self.release, self.ledger, self.ranks = release, ledger, ranks
         #: All that the run may train, by name; it grows by what the loop unfreezes.
         self.parameters = dict(release.parameters)
+        #: Their identities.
         self.known = {*map(id, self.parameters.values())}
         self.outcome: Outcome = {}
         self._chosen: tuple[Outcome, str] = self.outcome, ""

@@ -107,7 +107,10 @@ class Steps:
         """Leave the optimizer and its schedules alone again."""
         for hook in self._hooks:
             hook.remove()
-        _LEFT[self._optimizer] = _state_values(self._optimizer)
+        _LEFT.pop(self._optimizer, None)
+        if not (self._expects_state or self._foreign_state):
+            # What was loaded since the latest release may be anyone's.
+            _LEFT[self._optimizer] = _state_values(self._optimizer)
         forget_releases(self._optimizer)
         setattr(self._optimizer, _FUSED, self._scales)
 
@@ -294,12 +297,16 @@ class Steps:
     def _refuse_resized(self) -> None:
         """Resizing sets `.data`, which torch's version counters do not tell."""
         now = self._current_shapes()
-        for name, shape, size in () if now == self._shapes else zip(self._stages.parameters, self._shapes, now):
+        if now == self._shapes:
+            return
+        for name, shape, size in zip(self._stages.parameters, self._shapes, now):
             if size != shape:
                 raise RuntimeError(
                     f"{name} was resized from {list(shape)} to {list(size)}. Resize it before make_private, or call detach() and "
                     f"make_private again. {self._spent()}"
                 )
+        # The loop has unfrozen more.
+        self._shapes = now
 
     def _spent(self) -> str:
         ledger = self._ledger

@@ -63,6 +63,9 @@ def test_a_checkpoint_is_loaded_with_the_private_state_and_not_without() -> None
         else:
             with pytest.raises(RuntimeError, match=r"call private\.load_state_dict as well"):
                 logical_step(second)
+            second.detach()
+            with pytest.raises(ValueError, match="build a new optimizer"):
+                start(later, None, second.optimizer)
 
 
 def test_a_step_of_a_fused_optimizer_counts_as_a_write() -> None:
