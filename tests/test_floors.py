@@ -24,6 +24,7 @@ FOREIGN = {
     "_C": "the id of the backward pass that is running",
     "_current_graph_task_id": "the same",
     "_will_engine_execute_node": "whether it comes to a parameter",
+    "_execution_engine": "what comes when it ends",
     "_indices": "the rows that a data set of `datasets` picks, which it tells in no other way",
     "_autograd": "whether hooks on what autograd saves are active",
     "_base": "what a product's output is a view of",

@@ -1,5 +1,7 @@
 """The refusal of a batch, before anything of it is released."""
 
+import torch
+
 
 class SelfCheckError(RuntimeError):
     """One example's gradient depends on others, or on something that nothing accounts for; nothing was released."""
@@ -19,3 +21,9 @@ def unreleased_change(name: str) -> RuntimeError:
         f"{name} was changed outside of a release. Clamp weights in a hook: optimizer.register_step_post_hook. After loading "
         "released ones call private.load_state_dict, or detach() and make_private again."
     )
+
+
+def out_of_memory(rows: int) -> torch.OutOfMemoryError:
+    """The error of a pass over ``rows`` rows that do not fit into memory."""
+    remedy = "Pass a smaller max_physical_batch_size" if rows > 1 else "Shorten examples or train fewer parameters"
+    return torch.OutOfMemoryError(f"The device has too little memory for {rows} row{'s' * (rows > 1)}. {remedy}.")

@@ -1,4 +1,4 @@
-"""Gradients between `backward()` and `step()`: zeros that take no memory, and say once that they are no gradients yet."""
+"""Gradients between `backward()` and `step()`: zeros that say once that they are none yet, and what weights get directly."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import re
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from fastdp.calls.batches import map_tensors, tensors
+from fastdp.calls.errors import SelfCheckError
 from fastdp.calls.named import is_detach, is_metadata
 from fastdp.distributed.pieces import is_dtensor
 
@@ -28,6 +29,10 @@ _NORMS = frozenset(("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"
 _SCALED = (
     "GradScaler would scale each example's gradient, as the loss is outside the model. Use autocast to bfloat16 without it, or "
     "GradScaler(enabled=False)."
+)
+_DEPENDS = (
+    "The loop's loss reads weights beside the model by what changes between batches. Do so inside forward(); let a penalty's "
+    "factor follow private.steps_done."
 )
 
 
@@ -128,12 +133,88 @@ class PendingGradients:
         return made
 
 
+class WeightPenalty:
+    """The gradient that a loop's loss gives weights directly, as an L2 penalty does: added to a release after its noise.
+
+    It must follow from the weights alone: all backward passes between two releases have to bring the same, those of probe
+    batches too, which hold other examples.
+
+    Attributes:
+        expected: whether the first backward pass went to weights beside the model.
+        waits: whether something has come that no second batch has confirmed yet.
+    """
+
+    def __init__(self) -> None:
+        self.expected = self.waits = self._verified = False
+        self._parameters: Sequence[torch.nn.Parameter] = ()
+        #: By a parameter's number: what this backward pass has brought, and what the first since the latest release did.
+        self._arrived: dict[int, torch.Tensor] = {}
+        self._first: dict[int, torch.Tensor] | None = None
+        self._handles: list[Any] = []
+
+    def begin(self, parameters: Sequence[torch.nn.Parameter], own: Callable[[], bool]) -> None:
+        """Expect one from now on; ``own`` says whether a backward pass is not the loop's."""
+        self.expected, self._parameters, me = True, parameters, weakref.ref(self)
+        self._arrived = {index: p.grad for index, p in enumerate(parameters) if p.grad is not None}
+        self._handles = [p.register_hook(partial(_arrive, me, own, index)) for index, p in enumerate(parameters)]
+
+    def take(self) -> None:
+        """Take off `.grad` what this backward pass has brought so far."""
+        for index in self._arrived:
+            self._parameters[index].grad = None
+
+    def settle(self, weight: float) -> bool:
+        """Keep what a backward pass has brought, whose loss the loop multiplied by ``weight``; whether it `waits`.
+
+        Raises `SelfCheckError` if another pass brought something else since the latest release.
+        """
+        self.take()
+        arrived, self._arrived = {i: g / weight for i, g in self._arrived.items() if g.any()}, {}
+        if self._first is None:
+            self._first, self.waits = arrived, bool(arrived) and not self._verified
+            return self.waits
+        first = self._first
+        if first.keys() != arrived.keys() or not all(torch.equal(first[i], g) for i, g in arrived.items()):
+            raise SelfCheckError(_DEPENDS)
+        self._verified |= self.waits
+        self.waits = False
+        return False
+
+    def add(self) -> None:
+        """Add it to the released gradients."""
+        for index, gradient in (self._first or {}).items():
+            released = self._parameters[index].grad
+            if released is not None:
+                released.add_(gradient)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what the backward passes of this logical batch have brought."""
+        self._first, self._arrived, self.waits = None, {}, False
+
+    def remove(self) -> None:
+        """Expect none any more."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _arrive(penalty: weakref.ref[WeightPenalty], own: Callable[[], bool], index: int, gradient: torch.Tensor) -> None:
+    """A hook of a parameter's: what arrives is the loop's where ``own`` does not say otherwise."""
+    expecting = penalty()
+    if expecting is None or own():
+        return
+    before = expecting._parameters[index].grad
+    # A gradient that was not reset is no part of it.
+    if before is None or isinstance(before, PendingGradient) or not before.any():
+        expecting._arrived[index] = gradient
+
+
 def users_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, list[Callable[[torch.Tensor], Any]]]:
     """Hooks that the user registered on the gradients of parameters, the first first, by the parameter's name."""
     found: dict[str, list[Callable[[torch.Tensor], Any]]] = {}
     for name, parameter in parameters.items():
         for hook in (parameter._backward_hooks or {}).values():
-            if getattr(hook, "func", None) is not _make_way:
+            if not getattr(getattr(hook, "func", None), "__module__", "").startswith("fastdp."):
                 found.setdefault(name, []).append(hook)
     return found
 

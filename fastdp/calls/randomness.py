@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastdp.calls.composite import COMPOSITE
+from fastdp.calls.errors import SelfCheckError
 from fastdp.calls.generators import HeldGenerators, own_generators, set_seed
 
 _WORDS = 624
@@ -264,3 +265,15 @@ def _state_and_words() -> tuple[torch.Tensor, numpy.ndarray]:
             f"the random state of torch {torch.__version__} is not known, so that masks could be guessed"
         )
     return state, state.numpy()[start : start + 8 * _WORDS].view(numpy.uint64)
+
+
+@contextmanager
+def repeatable(model: torch.nn.Module) -> Iterator[None]:
+    """Raise `SelfCheckError` if a backward pass meanwhile drew random numbers of its own: a second one would see others."""
+    before = rng_state(model)
+    yield
+    if rng_state(model) != before:
+        raise SelfCheckError(
+            "The backward pass draws random numbers of its own. Checkpoint with preserve_rng_state=True, and "
+            "draw from torch alone; this batch was not released."
+        )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
 from fastdp.calls.batches import Call, Inputs, leaves, wrong_rows
+from fastdp.calls.errors import out_of_memory
 from fastdp.calls.pending import PendingGradients
 from fastdp.calls.randomness import BufferSnapshot
 from fastdp.distributed.pieces import is_dtensor
@@ -28,10 +29,9 @@ from fastdp.engine.errors import (
     TWO_FORWARDS,
     SelfCheckError,
     UnseenUse,
-    out_of_memory,
 )
 from fastdp.engine.loss.boundary import Junction, forbid_backward, require_positive
-from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Passes, has_terms
+from fastdp.engine.passes import ONE_EXAMPLE, ORDINARY, USES, JoinedPasses, Pass, Passes, has_terms
 from fastdp.engine.routing import Routing
 from fastdp.engine.uses.layout import Ticket
 
@@ -110,14 +110,13 @@ class Engine(Passes):
 
     def abandon(self) -> bool:
         """Forget a logical batch that was begun and not released: the loader starts anew. Whether there was one."""
-        begun, self.begun = self.begun, False
-        self.takes_ahead = False
+        begun, self.begun, self.takes_ahead = self.begun, False, False
         self.pending.clear()
+        self.penalty.forget()
         self.accumulator.reset()
         self.checks.abandon()
         self.checks.deferred_checks.clear()
-        self.complete = self._ended = False
-        self.blocked = ""
+        self.complete, self._ended, self.blocked = False, False, ""
         self.followed = self.backwards
         return begun
 
@@ -261,20 +260,18 @@ class Engine(Passes):
         foreign = not self.tickets or self.tickets[0] is not ticket
         if foreign or (len(parts) > 1 and not (joins and len(self.tickets) == 1)):
             raise RuntimeError(TWO_FORWARDS)
-        terms = self.returns_loss and has_terms(parts)
-        if len(parts) > 1 or terms:
+        terms, weight = self.returns_loss and has_terms(parts), 1.0
+        self._require_one_batch(ticket)
+        self._expect_penalty()
+        if len(parts) > 1 or terms or self.penalty.expected:
             # One recorded pass is clipped by itself.
             self.graphs = None
         if self.returns_loss and not terms:
-            if every[0].verify or self.device.type == "cpu":
-                require_positive(parts[0][1][0])
+            if every[0].verify or self.penalty.expected or self.device.type == "cpu":
+                weight = require_positive(parts[0][1][0]) * len(parts)
             parts = [(own, None) for own in every]
-        self._require_one_batch(ticket)
         self.drop_zero_gradients()
         self.refuse_foreign_gradients("before the backward pass")
-        nodes = [] if self.backwards else [get_gradient_edge(p).node for p in self._parameters if p.requires_grad]
-        if any(map(torch._C._will_engine_execute_node, nodes)):
-            raise RuntimeError(OUTSIDE_OF_LOSS)
         self.blocked = CALLED_ON_OUTPUTS
         try:
             with gc_paused(), self._watched():
@@ -299,6 +296,28 @@ class Engine(Passes):
         self.complete = self._ended and (ahead or not self.checks.waiting_probes)
         self._ended &= not self.complete
         self.pending.place()
+        if self.penalty.expected:
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(parts[0][0], weight))
+
+    def _expect_penalty(self) -> None:
+        """Find out at the first backward pass whether it goes to weights beside the model, as to a penalty of them."""
+        weights = [] if self.backwards else [p for p in self._parameters if p.requires_grad]
+        if any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in weights):
+            if self.ranks.size > 1 or self.weights.cut or self.isolated or self.route == ORDINARY:
+                raise RuntimeError(OUTSIDE_OF_LOSS)
+            self.penalty.begin(weights, lambda: self.trying or bool(self.blocked))
+        self.penalty.take()
+
+    def _end_backward(self, latest: Pass, weight: float) -> None:
+        """The loop's backward pass is over: verify its penalty of weights before anything is released."""
+        complete, self.complete, self.blocked = self.complete, False, FAILED_BACKWARD
+        if self.penalty.settle(weight) and (complete or not self.checks.waiting_probes):
+            self.checks.verify_loop(latest.call, latest.ticket)
+            if self.tickets or not self.checks.waiting_probes:
+                raise RuntimeError(OUTSIDE_OF_LOSS)
+            self._ended, complete = complete, False
+        self.complete, self.blocked = complete, ""
+        self.pending.place()
 
     @contextmanager
     def synchronized(self, stated: Mapping[str, Any] | None = None) -> Iterator[None]:
@@ -318,4 +337,5 @@ class Engine(Passes):
     def close(self) -> None:
         """Give the model its own forwards back."""
         self.pending.remove()
+        self.penalty.remove()
         super().close()

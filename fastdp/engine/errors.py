@@ -1,7 +1,5 @@
 """Errors of the engine: those that refuse a route, after which another is taken, and those that refuse the run."""
 
-import torch
-
 from fastdp.calls.errors import SelfCheckError as SelfCheckError
 
 #: Where one backward pass reaches forward passes that do not belong together, as those of two batches.
@@ -19,12 +17,6 @@ OUTSIDE_OF_LOSS = (
     "weights by weight_decay= or optimizer.register_step_pre_hook."
 )
 FAILED_BACKWARD = "A backward pass failed, and a repetition could count examples twice. Iterate the loader anew."
-
-
-def out_of_memory(rows: int) -> torch.OutOfMemoryError:
-    """The error of a pass over ``rows`` rows that do not fit into memory."""
-    remedy = "Pass a smaller max_physical_batch_size" if rows > 1 else "Shorten examples or train fewer parameters"
-    return torch.OutOfMemoryError(f"The device has too little memory for {rows} row{'s' * (rows > 1)}. {remedy}.")
 
 
 class UnsupportedUse(Exception):

@@ -16,11 +16,12 @@ import torch
 from fastdp.calls.autograd import graph_of
 from fastdp.calls.batches import Call, as_long_as, leaves, map_tensors, single_rows, slice_rows, tensors
 from fastdp.calls.outputs import differentiable, differentiable_outputs
+from fastdp.calls.pending import WeightPenalty
 from fastdp.calls.randomness import (
     BufferSnapshot,
     devices,
     preserve_rng,
-    rng_state,
+    repeatable,
     seed_from_os,
     seed_own_generators,
     seeds_for,
@@ -34,7 +35,7 @@ from fastdp.engine.capture.memory import allowed_bytes, kept_bytes, longest
 from fastdp.engine.capture.trace import Trace
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy, Unclipped
-from fastdp.engine.errors import SelfCheckError, UnseenUse, UnsupportedUse
+from fastdp.engine.errors import UnseenUse, UnsupportedUse
 from fastdp.engine.loss.boundary import (
     Junction,
     OutputBoundary,
@@ -187,6 +188,7 @@ class Passes:
         self.trace: Trace | None = None
         self.divided: frozenset[int] = frozenset()
         self.trying = False
+        self.penalty = WeightPenalty()
         #: Whether the batch at hand went through the model more than once.
         self.twice: Callable[[], bool] = lambda: False
         #: Whether probe batches that are planned now come before a release.
@@ -375,9 +377,8 @@ class Passes:
             tops += [OutputSeeds.apply(gradients, *[top for _, top in beside])] if beside else []
         # Noted here, as the backward pass shall not keep the outputs in memory.
         losses = [not t.dim() for t, _ in beside]
-        if verify:
-            ends = tops[:1] if self.returns_loss else tops
-            self.reentrant |= _REENTRANT in [type(node).__name__ for top in ends for node in graph_of(top)]
+        ends = (tops[:1] if self.returns_loss else tops) if verify else []
+        self.reentrant |= _REENTRANT in [type(node).__name__ for top in ends for node in graph_of(top)]
 
         def backward(upstream: Any, retain: bool) -> None:
             if self.returns_loss:
@@ -662,15 +663,3 @@ class Passes:
                     f"{name} holds an unclipped gradient {when}. Call zero_grad() after step(), use modules in forward(), and "
                     "penalize weights by weight_decay= or optimizer.register_step_pre_hook."
                 )
-
-
-@contextmanager
-def repeatable(model: torch.nn.Module) -> Iterator[None]:
-    """Raise `SelfCheckError` if a backward pass meanwhile drew random numbers of its own: a second one would see others."""
-    before = rng_state(model)
-    yield
-    if rng_state(model) != before:
-        raise SelfCheckError(
-            "The backward pass draws random numbers of its own. Checkpoint with preserve_rng_state=True, and "
-            "draw from torch alone; this batch was not released."
-        )

@@ -28,6 +28,7 @@ _GRADIENT, _SHAPE = map(operator.attrgetter, ("grad", "shape"))
 #: Under this name the ledger keeps that steps were released without checks of the model.
 UNCHECKED = "unchecked rows"
 HOOK_WRITES = "what hooks of optimizer.step() write to the weights follows from released weights or public values"
+PENALTY = "what the loop's loss gives weights directly, without clipping or noise, follows from the weights alone"
 _EVALUATES = (
     "The model is in eval mode since this batch was drawn: call model.train(), or model.eval() before the "
     "loop to train without dropout."
@@ -203,12 +204,16 @@ class Steps:
         accumulator.require_one_clip()
         self._require_noise(accumulator.policy)
         # Whoever else looks on before the step, a hook or an observer, wants to see gradients.
-        unseen = len(optimizer._optimizer_step_pre_hooks) == 1 and not self._observers
+        alone = len(optimizer._optimizer_step_pre_hooks) == 1 and not engine.penalty.expected
+        unseen = alone and not self._observers
         update = optimizer.noisy_update() if unseen and hasattr(optimizer, "noisy_update") else None
         if self._tables is None:
             self._tables = list(padded_tables(self._model, engine.trace))
         self._padding = [row(table.weight, table.padding_idx).clone() for table in self._tables]
         release(accumulator.sums, accumulator.policy, update=update, aliased=accumulator.aliased)
+        if engine.penalty.expected:
+            engine.penalty.add()
+            cast(Checks, engine.checks).assumptions[PENALTY] = None
         self._releases.count += 1
         for observer in self._observers:
             observer.after_release(accumulator)

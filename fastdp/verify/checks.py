@@ -194,19 +194,19 @@ class Checks(Routing):
 
     def verify_loop(self, call: Call, ticket: Ticket) -> None:
         """Plan probe batches if the loop makes something of a batch, or computes the loss itself: on all ranks or on none."""
-        source, loop = ticket.source, self.loop
+        passes, source, loop = self.passes, ticket.source, self.loop
         verified = self.enabled and source is not None and ticket.token_units is None
-        if not verified or loop.waiting or not self.passes.probes_come():
+        if not verified or loop.waiting or not passes.probes_come():
             return
         # A loop that begins to call the model twice is verified again.
-        again = self.passes.twice() and not loop.twice
+        again = passes.twice() and not loop.twice
         loop.twice |= again
-        if self._batches > 1 and not again and (self.passes.ranks.size > 1 or self.passes.device.type != "cpu"):
+        if self._batches > 1 and not again and (passes.ranks.size > 1 or passes.device.type != "cpu"):
             return
-        due = self._grew or again or not loop.begun
-        needs = due and (not self.passes.returns_loss or self.passes.mixes or source.makes(call))
-        if needs if self.passes.ranks.size == 1 else any(self.passes.ranks.gather(needs)):
-            loop.begin(source, ticket.rows)
+        due = self._grew or again or passes.penalty.waits or not loop.begun
+        needs = due and (not passes.returns_loss or passes.mixes or passes.penalty.expected or source.makes(call))
+        if needs if passes.ranks.size == 1 else any(passes.ranks.gather(needs)):
+            loop.begin(source, max(ticket.rows, 1 + passes.penalty.waits))
 
     def plan_ahead(self, source: Collation, rows: int) -> None:
         """Plan probe batches before the first batch, for a loop that takes batches ahead."""

@@ -10,14 +10,14 @@ import torch
 
 from fastdp.calls.batches import Call
 from fastdp.calls.modes import LowPrecisionDetector
-from fastdp.calls.randomness import MasksInOrder, preserve_rng
+from fastdp.calls.randomness import MasksInOrder, preserve_rng, repeatable
 from fastdp.distributed.shards import norm, read_dtypes
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.errors import UnsupportedUse
 from fastdp.engine.loss.boundary import require_loss
-from fastdp.engine.passes import Passes, repeatable
+from fastdp.engine.passes import Passes
 from fastdp.engine.uses.layout import Ticket
 from fastdp.engine.uses.use import uncast
 from fastdp.verify.definition import coupling_error

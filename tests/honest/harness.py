@@ -61,6 +61,7 @@ class Case:
         exact: the clipped sum of a release is compared with autograd, one example at a time. False for losses that draw.
         late: a refusal may come after releases, because its cause does.
         device: where it trains: its loop moves each batch there, as on a GPU.
+        penalty: what the loop adds to the loss, of the model's weights; it is not clipped.
     """
 
     model: Any
@@ -79,6 +80,7 @@ class Case:
     exact: bool = True
     late: bool = False
     device: torch.device | None = None
+    penalty: Callable[[Any], torch.Tensor] | None = None
 
     def moved(self, batch: Any) -> Any:
         """A batch of the loader where the case trains."""
@@ -219,6 +221,11 @@ class Run:
 
     def loss(self, model: Any, batch: Any) -> torch.Tensor:
         """What the loop differentiates."""
+        own = self.loss_of_rows(model, batch)
+        return own if self.case.penalty is None else own + self.case.penalty(model)
+
+    def loss_of_rows(self, model: Any, batch: Any) -> torch.Tensor:
+        """The same without a penalty of the weights."""
         found = self.case.loss(model, batch)
         if self.case.criterion is None:
             return found
@@ -324,12 +331,15 @@ def sum_error(build: Callable[[], Case]) -> float:
         batch = case.moved(_in_float64(collate([item])))
         run = Run(case, private=False)
         exact.zero_grad(set_to_none=True)
-        run.loss(exact, batch).backward()
+        run.loss_of_rows(exact, batch).backward()
         found.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()})
     sizes = norms(found)
     bound = float(sizes.median())
     scales = (bound / sizes.clamp(min=1e-30)).clamp(max=1)
     truth = summed(found, scales)
+    if case.penalty is not None:
+        gradients = torch.autograd.grad(case.penalty(exact), list(trained.values()))
+        truth += BATCH * torch.cat([gradient.flatten() for gradient in gradients])
     _seed(0)
     case = build()
     case.rows, case.loader = items, {key: value for key, value in case.loader.items() if "sampler" not in key}

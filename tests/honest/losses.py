@@ -267,18 +267,46 @@ def _penalty(model: Any) -> torch.Tensor:
 
 register_all(
     {
-        "of_model_loss": lambda: Case(kit.bert(), kit.labelled(), kit.classify, lambda m, b: m(**b).loss + _penalty(m)),
-        "of_criterion": lambda: outside(
-            kit.mlp(), kit.numbers(), loss=lambda m, b: kit.crossentropy(m, b) + _penalty(m)
-        ),
+        "of_model_loss": lambda: Case(kit.bert(), kit.labelled(), kit.classify, penalty=_penalty),
+        "of_criterion": lambda: outside(kit.mlp(), kit.numbers(), penalty=_penalty),
         "before_the_pass": lambda: Case(
-            kit.bert(), kit.labelled(), kit.classify, lambda m, b: _penalty(m) + m(**b).loss
+            kit.bert(), kit.labelled(), kit.classify, lambda m, b: _penalty(m) + m(**b).loss, exact=False
         ),
     },
     lambda build: build(),
     prefix="weight_penalty_",
-    expect="refused: weight_decay",
-    why="the optimizer's weight_decay or a hook of its step adds the same gradient, outside of clipping",
+)
+
+
+def _distance(model: Any) -> Callable[[Any], torch.Tensor]:
+    """L2-SP: how far the weights are from where they began."""
+    start = [p.detach().clone() for p in model.parameters()]
+    return lambda m: sum((p - q).pow(2).sum() for p, q in zip(m.parameters(), start))
+
+
+@program()
+def weight_penalty_to_start() -> Case:
+    model = kit.mlp()
+    return outside(model, kit.numbers(), penalty=_distance(model))
+
+
+def _scaled(factor: Callable[[Any, torch.Tensor], Any]) -> Case:
+    model = kit.mlp()
+    distance = _distance(model)
+
+    def loss(m: Any, b: Any) -> torch.Tensor:
+        own = kit.crossentropy(m, b)
+        return own + factor(b, own) * distance(m)
+
+    return outside(model, kit.numbers(), loss=loss, late=True)
+
+
+register_all(
+    {"by_rows": lambda b, own: 1 / len(b[0]), "by_the_loss": lambda b, own: own.detach()},
+    _scaled,
+    prefix="weight_penalty_to_start_",
+    expect="refused: private.steps_done",
+    why="what the factor tells of a batch would reach the weights without noise",
 )
 
 
