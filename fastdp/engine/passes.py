@@ -661,5 +661,5 @@ class Passes:
                     )
                 raise RuntimeError(
                     f"{name} holds an unclipped gradient {when}. Call zero_grad() after step(), use modules in forward(), and "
-                    "penalize weights by weight_decay= or optimizer.register_step_pre_hook."
+                    "begin a penalty of weights with the first batch."
                 )

@@ -281,8 +281,8 @@ class Steps:
             if not known:
                 raise RuntimeError(f"{UNDECLARED.format(name)} {self._spent()}")
             raise RuntimeError(
-                f"{name} holds an unclipped gradient at step(). Call backward() once, on the loss of the model's outputs; "
-                "penalize weights by weight_decay= or optimizer.register_step_pre_hook."
+                f"{name} holds an unclipped gradient at step(). Call backward() once, on a loss that has any penalty of weights "
+                "from the first batch on."
             )
 
     def _refuse_left_out(self) -> None:

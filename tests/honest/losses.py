@@ -321,7 +321,7 @@ def _decayed(run: Any) -> None:
             optimizer.zero_grad()
 
 
-@program("refused: step_pre_hook", "a hook of the optimizer's step adds the same gradient, outside of clipping")
+@program("refused: from the first batch", "added to the loss in time, it runs")
 def weight_penalty_of_its_own_backward() -> Case:
     """A penalty of weights with a backward pass of its own, from the second epoch on."""
     return Case(kit.mlp(), kit.numbers(), None, loop=_decayed, epochs=2, late=True)
