@@ -231,7 +231,11 @@ class Builder:
         self.options.check_types()
         instance(torch.nn.Module, "the torch.nn.Module that is trained", model=self.model)
         if isinstance(self.optimizer, type) or not hasattr(self.optimizer, "param_groups"):
-            instance(torch.optim.Optimizer, "a torch.optim.Optimizer of the model", optimizer=self.optimizer)
+            instance(
+                torch.optim.Optimizer,
+                "one torch.optim.Optimizer; fastdp.optim.ChainedOptimizer joins several",
+                optimizer=self.optimizer,
+            )
         # accelerate's wrapper has no hooks of its own.
         while isinstance(inner := getattr(self.optimizer, "optimizer", None), torch.optim.Optimizer):
             refuse_accumulation(self.optimizer)

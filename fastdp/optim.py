@@ -351,3 +351,46 @@ class Adam(_PrivateOptimizer, FusedAdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; in every group weight decay belongs to the gradient."""
         super().add_param_group({**param_group, "decoupled_weight_decay": False})
+
+
+class ChainedOptimizer(torch.optim.Optimizer):
+    """Optimizers of different parameters of a model that step as one, as Muon for its matrices and AdamW for the rest.
+
+    Call the ``step()`` of this one alone. Schedules may be of this one or of one of them.
+
+    >>> import torch, fastdp
+    >>> model = torch.nn.Linear(4, 2)
+    >>> sgd = torch.optim.SGD([model.weight], lr=0.02)
+    >>> optimizer = fastdp.optim.ChainedOptimizer(sgd, torch.optim.AdamW([model.bias], lr=1e-3))
+    >>> [group["lr"] for group in optimizer.param_groups]
+    [0.02, 0.001]
+
+    Raises ValueError for a parameter that two of them hold.
+    """
+
+    def __init__(self, *optimizers: torch.optim.Optimizer):
+        self.optimizers = optimizers
+        super().__init__([group for own in optimizers for group in own.param_groups], {})
+        for own in optimizers:
+            self.state.update(own.state)
+            own.chain = self  # type: ignore[attr-defined]
+        self._share()
+
+    def _share(self) -> None:
+        """Let each optimizer have its groups and its states among those of all."""
+        groups = iter(self.param_groups)
+        for own in self.optimizers:
+            own.state, own.param_groups = self.state, [next(groups) for _ in own.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step each optimizer, after one call of ``closure``."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for own in self.optimizers:
+            own.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's."""
+        super().load_state_dict(state_dict)
+        self._share()

@@ -1,11 +1,14 @@
 """Fused updates of parameters of any precision: torch's AdamW, on noised sums."""
 
+import copy
+
 import pytest
 import torch
 
 import fastdp
 from fastdp.private.release import ClippedSums
 from tests.cases import cases, pairs
+from tests.engine.runs import PRIVATE, Classifier, same, start, state
 
 NUMBERS = {"divisor": 4.0, "secure_rounding": False}
 
@@ -105,8 +108,8 @@ def test_counts_of_steps_may_be_whole_numbers():
     params, optimizer = made(torch.float32)
     for _ in range(2):
         update(optimizer, params, [torch.randn(p.shape) for p in params])
-        for state in optimizer.state.values():
-            state["step"] = state["step"].long()
+        for own in optimizer.state.values():
+            own["step"] = own["step"].long()
     assert [int(optimizer.state[p]["step"]) for p in params] == [2, 2, 2]
 
 
@@ -149,3 +152,51 @@ def test_an_option_that_a_step_in_float32_lacks_is_refused(option, monkeypatch):
     params[0].grad = torch.ones_like(params[0])
     with pytest.raises(ValueError, match=option):
         optimizer.step()
+
+
+def chained(model):
+    """Two optimizers, of matrices and of the rest."""
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is wide] for wide in (True, False))
+    return getattr(torch.optim, "Muon", torch.optim.SGD)(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)
+
+
+def test_optimizers_in_a_chain_step_as_they_would_alone():
+    one, two = Classifier(), Classifier()
+    chain, alone = fastdp.optim.ChainedOptimizer(*chained(one)), chained(two)
+    for step in range(4):
+        for model in (one, two):
+            for number, p in enumerate(model.parameters()):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * step + number))
+        chain.step()
+        for optimizer in alone:
+            optimizer.step()
+        if step == 1:
+            # As a checkpoint does.
+            again = fastdp.optim.ChainedOptimizer(*chained(one))
+            again.load_state_dict(copy.deepcopy(chain.state_dict()))
+            chain = again
+    assert same(state(one), state(two))
+
+
+@cases("inner", [False, True])
+def test_a_chain_is_private_and_its_schedules_follow_releases(inner):
+    model = Classifier()
+    chain = fastdp.optim.ChainedOptimizer(*chained(model))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(chain.optimizers[1] if inner else chain, 0.5)
+    private = start(model, optimizer=chain, max_physical_batch_size=3, epochs=1, **PRIVATE)
+    before = state(model)
+    for batch in private.data_loader:
+        model(**batch)["loss"].backward()
+        chain.step()
+        schedule.step()
+        chain.zero_grad()
+    assert chain.param_groups[1]["lr"] == pytest.approx(0.01 * 0.5**private.steps_done)
+    assert all(not torch.equal(before[name], value) for name, value in state(model).items())
+
+
+def test_a_chain_refuses_what_its_optimizers_would_be_refused_for():
+    model = Classifier()
+    first, second = model.first.parameters(), model.second.parameters()
+    chain = fastdp.optim.ChainedOptimizer(torch.optim.SGD(first, lr=0.1), torch.optim.LBFGS(second))
+    with pytest.raises(ValueError, match="LBFGS"):
+        start(model, optimizer=chain, **PRIVATE)

@@ -108,7 +108,8 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
             f"{type(optimizer).__name__} has no hooks of torch's optimizers, since its __init__ does not call its parent's: call "
             "it, or give make_private the optimizer inside"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
+    each = getattr(optimizer, "optimizers", [optimizer])
+    if any(isinstance(own, torch.optim.LBFGS) for own in each):
         raise ValueError("LBFGS differentiates several times a step, and a step is one release; use SGD, Adam or AdamW")
     refuse_mixing(model)
     _refuse_layers(model)
@@ -126,7 +127,8 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
                 f"{name} is complex, and gradients are clipped and noised as real numbers. Keep it as real [..., 2], and read it "
                 "by torch.view_as_complex"
             )
-    _check_eps(optimizer, trained)
+    for own in each:
+        _check_eps(own, trained)
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     known = {id(p) for p in model.parameters()}
     if given - known:
@@ -136,7 +138,8 @@ def check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     for key, name in trained.items():
         if key not in given:
             raise ValueError(
-                f"{name} is trained but the optimizer does not hold it: add it, or set requires_grad=False"
+                f"{name} is trained but the optimizer does not hold it: add it, join its own by "
+                "fastdp.optim.ChainedOptimizer, or set requires_grad=False"
             )
 
 

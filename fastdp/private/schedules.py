@@ -73,11 +73,11 @@ def _from_now_on(begin: Callable[..., None]) -> Any:
 
 
 def _innermost(schedule: LRScheduler) -> Any:
-    """A schedule's optimizer, without what a launcher has wrapped around it."""
+    """A schedule's optimizer, without what a launcher has wrapped around it; the chain that steps it, where there is one."""
     optimizer: Any = getattr(schedule, "optimizer", None)
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
-    return optimizer
+    return getattr(optimizer, "chain", optimizer)
 
 
 def require_public_schedule(schedule: Any) -> None:

@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import fastdp
+
 from .harness import BATCH, ROWS, Case, Run, plain_loss, program, register, register_all
 from .kit import MEAN, Wrapped, bert, classify, crossentropy, labelled, mlp, numbers, regression
 
@@ -423,7 +425,18 @@ register("discriminator_in_one_forward", lambda: _adversarial(True))
 register("discriminator_twice", lambda: _adversarial(False))
 
 
-@program("refused: optimizer", "parameters that no private optimizer steps would be trained without noise")
+@program()
+def two_optimizers_in_a_chain() -> Case:
+    """Its way on."""
+
+    def joined(model: Any) -> torch.optim.Optimizer:
+        head = torch.optim.SGD(model.classifier.parameters(), lr=0.01)
+        return fastdp.optim.ChainedOptimizer(torch.optim.AdamW(model.bert.parameters(), lr=1e-3), head)
+
+    return habit(bert(), optimizer=joined)
+
+
+@program("refused: ChainedOptimizer", "parameters that no private optimizer steps would be trained without noise")
 def two_optimizers() -> Case:
     model = bert()
     head = torch.optim.SGD(model.classifier.parameters(), lr=0.01)
