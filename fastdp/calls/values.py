@@ -20,14 +20,14 @@ class RowValues:
         values: for each loss function in the model its loss by row, ``[rows]``; without a loss, the outputs, rows first.
         shares: the coefficient of each loss function in the model's loss; None for its own sums, whose values have theirs.
         rest: what the model's loss holds beyond them.
-        draws: whether the pass drew random numbers.
+        draws: the random state behind the pass, if it drew random numbers.
         inputs: gradients of one backward pass at every embedding and floating-point input, rows first.
     """
 
     values: list[torch.Tensor]
     shares: list[float | None] = field(default_factory=list)
     rest: float = 0.0
-    draws: bool = False
+    draws: tuple[bytes, ...] | None = None
     inputs: list[torch.Tensor] = field(default_factory=list)
 
     def finite(self, row: int) -> bool:

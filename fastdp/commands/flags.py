@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import click
 import typer
 
 from fastdp.finetune.config import CHOICES
@@ -16,7 +15,14 @@ Command = Callable[..., None]
 
 def choice_of(name: str) -> Any:
     """A flag for a setting of `fastdp finetune` that is one of some words."""
-    return typer.Option(click_type=click.Choice(CHOICES[name]), metavar=name.upper(), help=", ".join(CHOICES[name]))
+    choices = CHOICES[name]
+
+    def chosen(value: str) -> str:
+        if value not in choices:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(map(repr, choices))}.")
+        return value
+
+    return typer.Option(parser=chosen, metavar=name.upper(), help=", ".join(choices))
 
 
 def with_flags(

@@ -91,14 +91,12 @@ def check_definition(
                 raise
             return [UNDECIDED], None
         if compared:
-            more = comparison.base.unseen(rows) if comparison.base is not None and ticket.rows > 1 else []
-            if more:
+            if more := comparison.base.unseen(rows) if comparison.base is not None and ticket.rows > 1 else []:
                 return check_definition(passes, call, ticket, [*rows, *more], gradients=gradients)
             return [UNDECIDED] * calls.draws, comparison.base if training and calls.whole is call else None
         if comparison.base is not None and ticket.rows > 1:
             # None of the chosen rows has a finite loss: others are compared.
-            finite = [row for row in range(ticket.rows) if comparison.base.finite(row)]
-            if finite:
+            if finite := [row for row in range(ticket.rows) if comparison.base.finite(row)]:
                 return check_definition(passes, call, ticket, finite[:3], gradients=gradients)
             if passes.route is None:
                 raise SelfCheckError(NO_LOSS)
@@ -126,20 +124,22 @@ class _Comparison:
         probe, rows = self.probe, self.rows
         alone = {row: self._alone(row) for row in rows}
         single = alone[rows[0]]
-        if any(own.draws for own in alone.values()):
+        # In evaluation some draw what they do not use: as many numbers, however many rows.
+        if self.training and any(own.draws for own in alone.values()):
             return False
-        upstream = None
-        if self.gradients:
-            # What flows to other rows must not reach these, not even as 0 times NaN.
-            upstream = torch.full((self.count,), torch.nan).index_fill_(0, torch.tensor(rows), 1.0)
+        # What flows to other rows must not reach these, not even as 0 times NaN.
+        seeds = torch.full((self.count,), torch.nan).index_fill_(0, torch.tensor(rows), 1.0)
+        upstream = seeds if self.gradients else None
         at = rows
         if None in single.shares:
             at = [row_of(self.calls.whole, self.count, self.calls.alone[row], row) for row in rows]
         places = dict(zip(at, alone.values()))
-        base = self.base = probe.run(self.whole, self.count, upstream=upstream, singles=places, training=self.training)
+        base = probe.run(self.whole, self.count, upstream=upstream, singles=places, training=self.training)
         if len(base.values) != len(single.values) or not base.values:
             raise UnsupportedUse("the model returns something else for a row in a batch than alone")
-        compared = [] if base.draws else [row for row in rows if alone[row].finite(0)]
+        if any(own.draws != base.draws for own in alone.values()):
+            return False
+        self.base, compared = base, [row for row in rows if alone[row].finite(0)]
         for row in compared:
             self._require_same(base, row, alone[row])
         lost = [] if compared or probe.ticket.rows == 1 else [row for row in rows if base.finite(row)]

@@ -70,7 +70,7 @@ class Probe:
         with preserve_rng(passes.model), torch.enable_grad(), mode:
             before = rng_state(passes.model)
             found, terms, output = self._forward(call, layout, inputs, dropout_mode)
-            found.draws = rng_state(passes.model) != before
+            found.draws = None if (after := rng_state(passes.model)) == before else after
             self.drops &= disabled.used
             if singles and passes.returns_loss:
                 passes.divided = divided_terms(found, singles, rows)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import fastdp
 from fastdp.engine.errors import SelfCheckError
 from fastdp.private.run import Private
-from tests.cases import pairs
+from tests.cases import cases, pairs
 from tests.engine.models import build
 from tests.engine.nets import EXACT, Net, parameter, trained
 from tests.engine.reference import engine_for, feed
@@ -346,3 +346,33 @@ def test_padding_that_changes_a_loss_is_found_where_training_draws_random_number
     with pytest.warns(UserWarning, match="padding changes this row's loss"):
         logical_step(private)
     assert private.route == "one-example"
+
+
+class Averaged(nn.Module):
+    """Averages a text over its padding too, and draws random numbers in evaluation as well."""
+
+    def __init__(self, noise: str) -> None:
+        super().__init__()
+        self.embed, self.head, self.noise = nn.Embedding(20, 8), nn.Linear(8, 3), noise
+
+    def forward(self, ids: Any, labels: Any) -> Any:
+        hidden, chance = self.embed(ids), torch.rand([])
+        if self.noise:
+            hidden = hidden + 0.1 * (torch.randn_like(hidden) if self.noise == "of rows" else torch.randn(8))
+        if self.training and chance < 0.1:
+            hidden = 1.1 * hidden
+        return {"loss": F.cross_entropy(self.head(hidden.mean(1)), labels)}
+
+
+@cases("noise", ["", "of all", "of rows"])
+def test_draws_in_evaluation_hide_no_padding_unless_they_follow_the_batch(noise: str) -> None:
+    def pad(rows: Any) -> Any:
+        ids = nn.utils.rnn.pad_sequence([row["ids"] for row in rows], batch_first=True)
+        return {"ids": ids, "labels": torch.tensor([row["labels"] for row in rows])}
+
+    torch.manual_seed(0)
+    data = [{"ids": torch.randint(1, 20, (3 + n % 5,)), "labels": n % 3} for n in range(40)]
+    private = start(Averaged(noise), DataLoader(data, batch_size=8, collate_fn=pad))
+    logical_step(private)
+    undecided = any("random numbers" in sentence for sentence in private.card()["assumptions"])
+    assert (private.route == "one-example", undecided) == ((False, True) if noise == "of rows" else (True, False))
