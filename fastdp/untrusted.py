@@ -288,7 +288,7 @@ def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
             failures.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    with _memory_limit():
+    with memory_limit():
         thread.start()
         thread.join(CALL_SECONDS + sum(map(_characters, given)) / 1000)
     if results:
@@ -300,7 +300,7 @@ def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _memory_limit() -> Iterator[None]:
+def memory_limit() -> Iterator[None]:
     """Let this process take no more than the machine has left, where Linux says how much that is.
 
     A smaller limit would end what other threads do: it holds for all of them.
@@ -312,7 +312,7 @@ def _memory_limit() -> Iterator[None]:
     except (OSError, IndexError):
         yield
         return
-    _limit(resource.RLIMIT_DATA, held + more)
+    limit_process(resource.RLIMIT_DATA, held + more)
     try:
         yield
     finally:
@@ -365,11 +365,11 @@ def answer_chats() -> None:
     """Render the requests of a `ChatTemplate`, one a line, until there are no more."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    _limit(resource.RLIMIT_DATA, TEMPLATE_MEMORY)
+    limit_process(resource.RLIMIT_DATA, TEMPLATE_MEMORY)
     for line in sys.stdin:
         seconds, request = line.split("\t", 1)
         # Beyond it the system ends the process, whatever it does.
-        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + float(seconds)))
+        limit_process(resource.RLIMIT_CPU, math.ceil(time.process_time() + float(seconds)))
         try:
             (text,), _ = render_jinja_template(**json.loads(request))
             answer = [text, None] if len(text) <= TEMPLATE_TEXT + 100 * len(line) else [None, "it writes too much"]
@@ -380,7 +380,7 @@ def answer_chats() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _limit(kind: int, most: int) -> None:
+def limit_process(kind: int, most: int) -> None:
     """Set a limit of this process, within the one that it may not exceed."""
     hard = resource.getrlimit(kind)[1]
     limits = [most, _DATA_LIMIT if kind == resource.RLIMIT_DATA else hard, hard]

@@ -557,7 +557,7 @@ def test_a_chat_template_that_never_ends_fails_or_fills_memory_is_refused(monkey
     tokenizer = copy.deepcopy(quickstart()[0])
     tokenizer.chat_template = template
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    table = Rows(Path("rows.jsonl"), ("messages",), [{"messages": turns}], [1])
+    table = Rows(Path("rows.jsonl"), {"messages": [turns]}, [1])
     with pytest.raises(DataError, match=rf"the chat template: .*{words}"):
         chat_examples(tokenizer, table, "messages", 64)
 

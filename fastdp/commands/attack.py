@@ -229,7 +229,7 @@ def _reconstruction(
     attacked.require("causal-lm", "reconstruction")
     config = attacked.config
     table = read_rows(train, config.encoding)
-    column = config.target_column or config.text_column or ("text" if "text" in table.columns else table.columns[0])
+    column = config.target_column or config.text_column or ("text" if "text" in table.columns else [*table.columns][0])
     planted = _lines(names)
     pool = sorted({*planted, *(_lines(decoys) if decoys else [])})
     find = NameFinder(planted)

@@ -200,8 +200,8 @@ def _starts(
     target: str,
 ) -> list[list[int]]:
     """The tokens of each prompt, as in training: those before the target, for which a letter stands."""
-    rows: list[dict[str, Any]] = [{**fields, target: "a"} for fields in given]
-    table = Rows(Path("prompts"), (*columns, target), rows, range(1, len(rows) + 1), word="prompt")
+    values = {name: [fields[name] for fields in given] for name in columns} | {target: ["a"] * len(given)}
+    table = Rows(Path("prompts"), values, range(1, len(given) + 1), word="prompt")
     found = []
     for item in encode_rows(table, tokenizer, config).items:
         first = next((at for at, label in enumerate(item["labels"]) if label != IGNORED), len(item["labels"]))
