@@ -149,6 +149,20 @@ def test_a_void_card_is_refused_and_forges_no_verdict(tmp_path):
     assert not CONTROLS.search(line)
 
 
+@cases("name, target", [(n, t) for n in ("ledger.jsonl", "card.json") for t in ("absent", "/dev/full/x", None)])
+def test_a_link_to_nothing_does_not_count_as_absent(tmp_path_factory, name, target):
+    folder = tmp_path_factory.mktemp("links")
+    for file in ("card.json", "statement.json"):
+        (folder / file).write_text(json.dumps(card_of()))
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target or name)
+    result = CliRunner().invoke(app, ["verify", str(folder)])
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 1
+    assert line.startswith("error: ")
+    assert name in line
+
+
 def test_hostile_fields_of_a_card_are_shown_on_one_line(tmp_path):
     path = tmp_path / "card.json"
     honest = card_of(model={"name": "m"}, notes=["n"], sampling="poisson")

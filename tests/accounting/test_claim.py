@@ -236,6 +236,18 @@ def test_digests_are_of_content_and_form_whatever_the_name(tmp_path):
         assert not set(digests([other])) & digests_of(tmp_path).keys(), name
 
 
+@cases("dtype, width", [("F4", 2), ("C64", 32), ("F8_E8M0", 4), ("U16", 8), ("F6_E2M3", 3)])
+def test_tensors_of_any_dtype_have_a_digest_or_are_named(tmp_path_factory, dtype, width):
+    path = tmp_path_factory.mktemp("dtypes") / "w.safetensors"
+    header = json.dumps({"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, width]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(width))
+    if dtype != "F6_E2M3":
+        assert len(digests_of(path)) == 1
+        return
+    with pytest.raises(ValueError, match="w.safetensors .* tensor 'w' has no dtype of torch's: save it in one"):
+        digests_of(path)
+
+
 def test_weights_that_the_card_does_not_speak_of_are_found(tmp_path):
     given = tensors()
     made = card(CLAIMS["gaussian"], weights=given.values(), facts={"model": {}})
