@@ -38,7 +38,11 @@ def server_command(
         console.print("start a run on this machine with:")
         home = shlex.quote(str(folder.resolve() / "flower"))
         console.print(f'  FLWR_HOME={home} flwr run "$(fastdp federated app)" server --stream', soft_wrap=True)
-        raise typer.Exit(superlink.wait())
+        try:
+            raise typer.Exit(superlink.wait())
+        except KeyboardInterrupt:
+            console.print("stopping: this takes up to half a minute")
+            raise
 
 
 @federated_app.command("node")

@@ -102,6 +102,7 @@ def test_a_run_asks_for_no_more_work_than_a_node_allows():
     assert read({"threads": 1024}).threads <= (os.cpu_count() or 1)
     assert read({"threads": 1024}, threads=3).threads == 3
     for name, asked, allowed in (
+        ("rounds", 1 << 16, 1000),
         ("local_epochs", 1024, 64),
         ("max_length", 1 << 20, 1024),
         ("bottleneck_size", 4096, 512),
