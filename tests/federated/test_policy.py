@@ -212,6 +212,12 @@ def test_a_deployed_client_perturbs_though_the_server_says_none(settings, node, 
     assert [row["accepted"] for row in rows] == [1, 1]
 
 
+def test_a_client_takes_no_order_beyond_its_rounds(settings, node):
+    first, second = rounds(settings | {"rounds": 2}, node, {"rounds": 1})
+    assert (first["accepted"], second["accepted"]) == (1, 0)
+    assert "is no round of it" in second["refused"][0]["reason"]
+
+
 def test_a_deployed_client_reads_its_own_file_alone(settings, node, tmp_path, monkeypatch):
     """Any user of a node's machine can take a task from Flower, and leave another context, or none, for the next."""
     own = tmp_path / "node.toml"
