@@ -116,6 +116,9 @@ def test_a_bound_that_does_not_follow_is_found_whoever_renews_the_digest(field, 
         ),
         ({"budget": {"of_a_unit": 16.0, "units": None, "releases": 0, "of_a_text": None}}, "of at least 1"),
         ({"budget": {"of_a_unit": 16.0, "units": None, "releases": 3, "of_a_text": 0.1}}, "not how many units one has"),
+        # A page shows them, and nothing of this kind of claim gives them.
+        ({"membership": {"0.01": 0.0}}, "states membership, which no claim of its kind gives"),
+        ({"epsilon": {"upper_bound": 0.1, "delta": 1e-9}}, "states epsilon, which no claim of its kind gives"),
         ({"also": 3}, "also is missing or of the wrong type"),
         ({"also": [3]}, "no list of at most 16 claims"),
         ({"also": [{"kind": "gaussian"}]}, "cannot be read"),
@@ -141,6 +144,8 @@ def test_malformed_claims_are_refused_in_a_sentence(changed, match):
         ({"epsilon": {"upper_bound": 1.0, "delta": None}}, "states no epsilon"),
         ({"epsilon": 3}, "epsilon is missing or of the wrong type"),
         ({"unit": None}, "unit is missing or of the wrong type"),
+        ({"membership": {"0.5": 0.0}}, "states a true-positive rate at '0.5'"),
+        ({"membership": "low"}, "malformed"),
     ],
 )
 def test_malformed_runs_are_refused_in_a_sentence(run, changed, match):
