@@ -41,9 +41,10 @@ MAX_VALUES = 1 << 21
 MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
 #: Most layers, heads or experts of a model and ranks of an adapter; most positions; most that a tokenizer makes of a character.
 MAX_PARTS, MAX_POSITIONS, MAX_GROWTH = 1 << 12, 1 << 24, 10_000
-#: Most tokens that a template adds to a text. Most characters that a normalizer makes of texts, and of each of theirs beyond:
+#: Highest number of a token: saving makes room for all below. Most tokens that a template adds to a text. Most characters
+#: that a normalizer makes of texts, and of each of theirs beyond:
 #: each may be a token of 370 bytes. Characters that it is tried on at once.
-MAX_ADDED, MAX_NORMALIZED, MAX_MEAN_GROWTH, SLICE = 64, 1 << 22, 8, 1 << 10
+MAX_TOKEN, MAX_ADDED, MAX_NORMALIZED, MAX_MEAN_GROWTH, SLICE = 1 << 24, 64, 1 << 22, 8, 1 << 10
 #: The most that a tokenizer's normalizer makes of a character.
 _NORMALIZER_GROWTH: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 #: Seconds that a call of a tokenizer or a chat template may take beside those for its text.
@@ -219,7 +220,9 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
     try:
         for path in place.glob("tokenizer*.json") if auto.__name__ == "AutoTokenizer" else ():
             _check_tokenizer(parse_json(read_bytes(path), constants=True))
-        return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
+        # Weights that its files lack are made in the sizes that its config says.
+        with memory_limit():
+            return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
     except RuntimeError as error:
         if "mismatched_sizes" in str(error) or "Storage size" in str(error):
             raise ValueError(f"cannot load {name}: its weights have other shapes than its config.json says") from None
@@ -263,6 +266,8 @@ def load_pretrained_tokenizer(name: str | os.PathLike[str]) -> Any:
     # Without its files transformers makes one that knows no text, and says nothing.
     if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
         raise ValueError(lack)
+    if (highest := max(tokenizer.get_vocab().values())) > MAX_TOKEN:
+        raise FolderRejected(f"its tokenizer has a token {highest}: no model has as many")
     return tokenizer
 
 

@@ -32,6 +32,7 @@ from fastdp.finetune.chat import chat_examples
 from fastdp.finetune.config import FinetuneConfig, load_config
 from fastdp.finetune.models import load_tokenizer
 from fastdp.finetune.report import build_report
+from fastdp.finetune.tasks import check_tokens
 from fastdp.tables import DataError, Rows
 from tests.cases import cases
 from tests.finetune.test_report import made
@@ -426,6 +427,17 @@ def test_code_that_comes_with_a_model_never_runs(tmp_path, monkeypatch, command)
     assert not ran.exists()
 
 
+def test_a_model_takes_no_more_memory_than_the_machine_has(tmp_path):
+    """Its config may say any size, and weights that its files lack are made in it."""
+
+    class Auto:
+        @staticmethod
+        def from_pretrained(name, **options):
+            return resource.getrlimit(resource.RLIMIT_DATA)[0]
+
+    assert untrusted.load_pretrained(Auto, tmp_path) < 1 << 46
+
+
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_a_folder_that_names_a_repository_is_refused(tmp_path, key):
     transformers.BertConfig().save_pretrained(tmp_path)
@@ -530,6 +542,23 @@ def test_an_expression_of_a_tokenizer_that_fails_or_runs_for_hours_is_refused(
             read()
         assert text[:7] not in str(caught.value)
         assert resource.getrlimit(resource.RLIMIT_DATA) == limit
+
+
+def test_numbers_of_tokens_that_no_model_has_are_refused(tmp_path):
+    """Saving makes room for all numbers below, and a token without a row of the model ends a run when it is first drawn."""
+    small_gpt2(tmp_path, n_layer=1, n_embd=16)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token": "unheard-of"}))
+    tokenizer, config = untrusted.load_pretrained_tokenizer(tmp_path), FinetuneConfig(model="m")
+    examples = causal_examples(tokenizer, ["a", "unheard-of"], 64)
+    with pytest.raises(ConfigError, match="the tokenizer of m makes token 1536, but its model has 1536 tokens"):
+        check_tokens(examples, transformers.AutoModelForCausalLM.from_pretrained(tmp_path), config)
+    path = tmp_path / "tokenizer.json"
+    parts = json.loads(path.read_text())
+    parts["model"]["vocab"]["unheard"] = 2**32 - 2
+    path.write_text(json.dumps(parts))
+    with pytest.raises(ValueError, match="has a token 4294967294: no model has as many"):
+        untrusted.load_pretrained_tokenizer(tmp_path)
 
 
 def test_a_normalizer_that_makes_far_more_of_a_text_than_it_holds_is_refused(tmp_path):

@@ -147,11 +147,13 @@ class _AttackedModel:
 
     def examples(self, path: Path) -> Examples:
         """At most ``limit`` rows of a file, drawn at random, encoded as the run did."""
-        from fastdp.finetune.tasks import encode_rows
+        from fastdp.finetune.tasks import check_tokens, encode_rows
         from fastdp.tables import read_rows
 
         table = read_rows(path, self.config.encoding)
-        return encode_rows(table.take(self.draw(list(range(len(table))))), self.tokenizer, self.config)
+        found = encode_rows(table.take(self.draw(list(range(len(table))))), self.tokenizer, self.config)
+        check_tokens(found, self.model, self.config)
+        return found
 
     def draw(self, items: list[Any]) -> list[Any]:
         """At most ``limit`` of them, at random but in their order."""
