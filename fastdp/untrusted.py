@@ -41,10 +41,12 @@ MAX_VALUES = 1 << 21
 MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
 #: Most layers, heads or experts of a model and ranks of an adapter; most positions; most that a tokenizer makes of a character.
 MAX_PARTS, MAX_POSITIONS, MAX_GROWTH = 1 << 12, 1 << 24, 10_000
-#: Highest number of a token: saving makes room for all below. Most tokens that a template adds to a text. Most characters
-#: that a normalizer makes of texts, and of each of theirs beyond:
+#: Most characters of a text, of which the tokenizers library takes a gigabyte; highest number of a token, as saving makes room
+#: for all below.
+MAX_TEXT, MAX_TOKEN = 1 << 23, 1 << 24
+#: Most tokens that a template adds to a text. Most characters that a normalizer makes of texts, and of each of theirs beyond:
 #: each may be a token of 370 bytes. Characters that it is tried on at once.
-MAX_TOKEN, MAX_ADDED, MAX_NORMALIZED, MAX_MEAN_GROWTH, SLICE = 1 << 24, 64, 1 << 22, 8, 1 << 10
+MAX_ADDED, MAX_NORMALIZED, MAX_MEAN_GROWTH, SLICE = 64, 1 << 22, 8, 1 << 10
 #: The most that a tokenizer's normalizer makes of a character.
 _NORMALIZER_GROWTH: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 #: Seconds that a call of a tokenizer or a chat template may take beside those for its text.
@@ -282,6 +284,8 @@ def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
             library, which is no Exception and may quote a text.
     """
     given = [*texts, *(options.get(key) or () for key in ("text", "text_target"))]
+    if (longest := max(map(len, _strings(given)), default=0)) > MAX_TEXT:
+        raise ValueError(f"a text has {longest} characters: cut it into rows of at most {MAX_TEXT}")
     results: list[Any] = []
     failures: list[BaseException] = []
 

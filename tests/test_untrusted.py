@@ -561,6 +561,11 @@ def test_numbers_of_tokens_that_no_model_has_are_refused(tmp_path):
         untrusted.load_pretrained_tokenizer(tmp_path)
 
 
+def test_a_text_for_which_the_tokenizers_library_would_end_the_process_is_refused():
+    with pytest.raises(ValueError, match="a text has 8388609 characters: cut it into rows of at most 8388608"):
+        causal_examples(quickstart()[0], ["a" * ((1 << 23) + 1)], 64)
+
+
 def test_a_normalizer_that_makes_far_more_of_a_text_than_it_holds_is_refused(tmp_path):
     """Within what a character may become, since where memory ends, the tokenizers library ends the process."""
     small_gpt2(tmp_path, n_layer=1, n_embd=16)
