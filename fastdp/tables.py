@@ -435,7 +435,7 @@ def _read_parquet(path: Path) -> Rows:
         size = path.stat().st_size
         room = max(MUCH_TEXT, _MOST_TEXT * size)
         # Where the parts of a header contradict each other, pyarrow ends the process.
-        command = [sys.executable, "-I", "-c", _CHECK, path, str(room), *sys.path]
+        command = [sys.executable, "-I", "-c", _CHECK, str(path), str(room), *sys.path]
         checked = subprocess.run(command, stderr=subprocess.PIPE)
         with _refusing(path, "Parquet file"):
             if checked.returncode:

@@ -30,6 +30,7 @@ from fastdp.data import causal_examples, classification_examples
 from fastdp.finetune import ConfigError
 from fastdp.finetune.chat import chat_examples
 from fastdp.finetune.config import FinetuneConfig, load_config
+from fastdp.finetune.folder import read_checkpoint
 from fastdp.finetune.models import load_tokenizer
 from fastdp.finetune.report import build_report
 from fastdp.finetune.tasks import check_tokens
@@ -631,6 +632,12 @@ def test_other_files_of_a_model_s_folder_are_checked_too(tmp_path_factory, monke
     (place / "model" / file).write_text(json.dumps(content))
     with pytest.raises(untrusted.FolderRejected, match=re.escape(words)):
         untrusted.load_pretrained(transformers.AutoModelForCausalLM, place / "model")
+
+
+def test_a_checkpoint_that_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "checkpoint.pt")
+    with pytest.raises(ConfigError, match="checkpoint.pt is damaged"):
+        read_checkpoint(tmp_path)
 
 
 def test_models_are_loaded_by_one_function_alone():

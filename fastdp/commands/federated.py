@@ -11,6 +11,7 @@ import typer
 
 from fastdp.commands.certificates import add_certificate_commands
 from fastdp.commands.refusal import console, refusing
+from fastdp.untrusted import MAX_YAML, read_text
 
 federated_app = typer.Typer(
     help="Fine-tune on several organisations' texts with Flower: adapters travel, texts stay.", no_args_is_help=True
@@ -63,8 +64,8 @@ def node_command(
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        settings = tomllib.loads(config.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+        settings = tomllib.loads(read_text(config, MAX_YAML))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{config} cannot be read: {error}") from None
     raise typer.Exit(run_node(server, certificates, settings))
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -20,6 +21,7 @@ from fastdp import tls
 from fastdp.cli import app as cli
 from fastdp.federated import programs as programs_of_flower
 from fastdp.federated.bundle import app_folder
+from tests.cases import cases
 from tests.federated import simulation
 
 APP = app_folder()
@@ -101,6 +103,19 @@ def test_a_server_says_that_stopping_takes_a_while(tmp_path, monkeypatch):
     result = CliRunner().invoke(cli, ["federated", "server", "--certificates", str(tmp_path)])
     assert result.exit_code == 130
     assert "stopping: this takes up to half a minute" in result.output
+
+
+@cases(
+    "content, words",
+    [(None, "is no regular file"), (b"\xff", "codec can't decode"), (b"a=" + b"[" * 3000, "recursion")],
+)
+def test_settings_of_a_node_that_cannot_be_read(tmp_path_factory, content, words):
+    path = tmp_path_factory.mktemp("node") / "node.toml"
+    os.mkfifo(path) if content is None else path.write_bytes(content)
+    result = CliRunner().invoke(cli, ["federated", "node", str(path), "--certificates", "none"], env={"COLUMNS": "300"})
+    assert result.exit_code == 1
+    assert "node.toml cannot be read: " in result.output
+    assert words in result.output
 
 
 def _kill_when(sign, kill):
