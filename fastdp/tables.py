@@ -11,33 +11,38 @@ import itertools
 import json
 import math
 import re
+import resource
 import subprocess
 import sys
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastdp.untrusted import escape_controls, open_regular, parse_json, quote, read_text
+from fastdp.untrusted import (
+    CALL_SECONDS,
+    escape_controls,
+    limit_process,
+    memory_limit,
+    open_regular,
+    parse_json,
+    quote,
+    read_text,
+)
 
 _PARQUET = ".parquet"
 #: Most values of a Parquet file, and characters of its text, for each of its bytes once they are many: few bytes may say that
 #: they are billions.
 _MOST_VALUES, _MOST_TEXT = 100, 1000
 _MANY_VALUES, MUCH_TEXT = 1 << 24, 1 << 30
-#: Counts the values of a Parquet file: of a nested column more than there are rows.
-_COUNT = """
-import sys
-path, *sys.path[:] = sys.argv[1:]
-from pyarrow.parquet import read_metadata
-shape = read_metadata(path)
-groups = map(shape.row_group, range(shape.num_row_groups))
-print(sum(group.column(at).num_values for group in groups for at in range(group.num_columns)))
-"""
+#: Checks a Parquet file in a process of its own, isolated, so that no file of the working directory stands in for a module.
+_CHECK = (
+    "import sys; sys.path[:] = sys.argv[3:]; from fastdp.tables import check_parquet; check_parquet(*sys.argv[1:3])"
+)
 #: Codecs of names and of escapes, not of texts.
 _OTHER_CODECS = ("idna", "punycode", "unicode-escape", "raw-unicode-escape", "undefined")
 
@@ -48,25 +53,28 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a table: ``rows[i]`` maps a column to its value and begins at line ``lines[i]`` of its file.
+    """A table: row i has the value ``columns[name][i]``, None where it has none, and begins at line ``lines[i]`` of its file.
 
     Attributes:
         path: the file, or the folder or pattern that names several.
-        columns: their names.
-        rows, lines: as above.
+        columns, lines: as above.
         word: what ``lines`` counts: a "line" of text, or a "row" of a file without lines.
         shards: index of the first row of each file, and the file, if ``path`` names several.
     """
 
     path: Path
-    columns: tuple[str, ...]
-    rows: list[dict[str, Any]]
+    columns: Mapping[str, list[Any]]
     lines: Sequence[int]
     word: str = "line"
     shards: tuple[tuple[int, Path, str], ...] = ()
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.lines)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Each row as a dict, which takes far more memory."""
+        return [dict(zip(self.columns, row)) for row in zip(*self.columns.values())]
 
     def place(self, index: int) -> str:
         """File and line of a row, for a message."""
@@ -79,7 +87,8 @@ class Rows:
         """A table of the rows at these indices, in ascending order."""
         first = [bisect.bisect_left(chosen, start) for start, *_ in self.shards]
         shards = tuple((at, path, word) for at, (_, path, word) in zip(first, self.shards))
-        return replace(self, rows=[self.rows[i] for i in chosen], lines=[self.lines[i] for i in chosen], shards=shards)
+        columns = {name: [values[i] for i in chosen] for name, values in self.columns.items()}
+        return replace(self, columns=columns, lines=[self.lines[i] for i in chosen], shards=shards)
 
     def values(self, name: str, role: str) -> list[Any]:
         """The values of one column as the file holds them; None where a row has none.
@@ -89,7 +98,7 @@ class Rows:
         """
         if name not in self.columns:
             raise DataError(f"{self.path} has no column {name!r} ({role}); its columns are {_listed(self.columns)}")
-        return [row.get(name) for row in self.rows]
+        return self.columns[name]
 
     def column(self, name: str, role: str) -> list[str]:
         """The values of one column as text.
@@ -164,13 +173,16 @@ def read_rows(path: str | Path, encoding: str = "utf-8") -> Rows:
     """
     path = Path(path)
     files = _files(path)
-    if files is None:
-        rows = _read_saved_dataset(path)
-    elif len(files) == 1:
-        rows = _read_file(files[0], encoding)
-    else:
+    if files is not None and len(files) > 1:
         warnings.warn(f"{path}: {len(files)} files are read as one table, {files[0].name} first", stacklevel=2)
-        rows = _join_tables(path, [_read_file(file, encoding) for file in files])
+    try:
+        with memory_limit():
+            if files is None:
+                rows = _read_saved_dataset(path)
+            else:
+                rows = _join_tables(path, [_read_file(file, encoding) for file in files])
+    except MemoryError:
+        raise DataError(f"{path} takes more memory than this machine has left: split it") from None
     if not len(rows):
         raise DataError(f"{path} holds no rows")
     return rows
@@ -209,9 +221,11 @@ def _read_file(path: Path, encoding: str) -> Rows:
 
 def _join_tables(path: Path, tables: Sequence[Rows]) -> Rows:
     """Tables of several files as one; of files without content, as some programs leave, nothing is taken."""
+    if len(tables) == 1:
+        return tables[0]
     tables = [table for table in tables if table.columns] or tables
     first = tables[0]
-    columns = dict.fromkeys(name for table in tables for name in table.columns)
+    names = dict.fromkeys(name for table in tables for name in table.columns)
     starts = itertools.accumulate((len(table) for table in tables), initial=0)
     for table in tables:
         # Objects of JSON may lack a field; a table's header says what every row has.
@@ -222,8 +236,7 @@ def _join_tables(path: Path, tables: Sequence[Rows]) -> Rows:
             )
     return Rows(
         path,
-        tuple(columns),
-        [row for table in tables for row in table.rows],
+        {name: [value for t in tables for value in t.columns.get(name) or [None] * len(t)] for name in names},
         [line for table in tables for line in table.lines],
         shards=tuple((start, table.path, table.word) for start, table in zip(starts, tables)),
     )
@@ -271,9 +284,8 @@ def _read_delimited(path: Path, text: str, delimiter: str) -> Rows:
     if delimiter == taken == "\t":
         dialect = {"quoting": csv.QUOTE_NONE}
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=taken, **dialect)
-    rows: list[dict[str, Any]] = []
-    lines: list[int] = []
-    header: list[str] = []
+    columns: dict[str, list[str]] = {}
+    lines, header = array("q"), list[str]()
     begin = 1
     try:
         for fields in reader:
@@ -282,29 +294,31 @@ def _read_delimited(path: Path, text: str, delimiter: str) -> Rows:
             elif not header:
                 header = fields
                 _check_header(path, header, begin)
+                columns = {name: [] for name in header}
             elif fields:
                 if len(fields) != len(header):
-                    column = min(len(fields), len(header)) + 1
+                    at = min(len(fields), len(header)) + 1
                     raise DataError(
-                        f"{path}, line {begin}: {len(fields)} fields where the header has {len(header)} (column {column}): put "
+                        f"{path}, line {begin}: {len(fields)} fields where the header has {len(header)} (column {at}): put "
                         "quotation marks around fields that hold separators"
                     )
                 if fields == header and len(header) > 1:
                     raise DataError(f"{path}, line {begin}: it repeats the header: remove the line")
-                rows.append(dict(zip(header, fields)))
+                for column, value in zip(columns.values(), fields):
+                    column.append(value)
                 lines.append(begin)
             begin = reader.line_num + 1
     except csv.Error:
         raise DataError(
             f"{path}, line {begin}: a quotation mark that is never closed, or stands inside a field: write it twice"
         ) from None
-    values = (value for row in rows for value in row.values())
+    values = itertools.chain.from_iterable(columns.values())
     if "quoting" in dialect and any(len(value) > 1 and value[0] == value[-1] == '"' for value in values):
         warnings.warn(
             f"{path}: quotation marks around fields of a .tsv are kept as text: rename it to .csv to remove them",
             stacklevel=2,
         )
-    return Rows(path, tuple(header), rows, lines)
+    return Rows(path, columns, lines)
 
 
 def _delimiter(text: str, usual: str) -> str:
@@ -331,9 +345,9 @@ def _check_header(path: Path, header: Sequence[str], line: int | None = None) ->
         seen.add(name)
 
 
-def _listed(columns: Sequence[str]) -> str:
+def _listed(columns: Collection[str]) -> str:
     """The names of columns for a message, the first of many; within quotation marks where a space would not be seen."""
-    shown = [quote(name, 40) for name in columns[:20]]
+    shown = [quote(name, 40) for name in [*columns][:20]]
     shown = [name[1:-1] if name[1:-1].strip() == name[1:-1] != "" else name for name in shown]
     return ", ".join(shown + ["..."] * (len(columns) > 20))
 
@@ -350,8 +364,8 @@ def _read_json(path: Path, text: str) -> Rows:
         except ValueError as error:
             raise DataError(f"{path}: {error}") from None
         else:
-            return _objects(path, enumerate(found, start=1), "row")
-    return _objects(path, _json_lines(path, text), "line")
+            return _objects(path, enumerate(found, start=1), "row", len(text))
+    return _objects(path, _json_lines(path, text), "line", len(text))
 
 
 def _json_lines(path: Path, text: str) -> Iterator[tuple[int, Any]]:
@@ -366,24 +380,30 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[int, Any]]:
             raise DataError(f"{path}, line {number}: {error}") from None
 
 
-def _objects(path: Path, numbered: Iterable[tuple[int, Any]], word: str) -> Rows:
-    # A file of millions of short lines would take several times as much as Python's integers.
-    rows, lines = [], array("q")
-    columns: dict[str, None] = {}
+def _objects(path: Path, numbered: Iterable[tuple[int, Any]], word: str, size: int) -> Rows:
+    # A file of millions of short lines would take many times as much as dicts and Python's integers.
+    columns, lines = dict[str, list[Any]](), array("q")
     for number, row in numbered:
         if not isinstance(row, dict):
             raise DataError(f"{path}, {word} {number}: expected an object with named fields, not {quote(row, 30)}")
         if not row:
             raise DataError(f"{path}, {word} {number}: an object without fields: remove it, or give it a text")
-        columns.update(dict.fromkeys(row))
-        rows.append(row)
+        for name, value in row.items():
+            column = columns.setdefault(name, [])
+            column += [None] * (len(lines) - len(column))
+            column.append(value)
         lines.append(number)
-    return Rows(path, tuple(columns), rows, lines, word)
+        if len(columns) * len(lines) > max(_MANY_VALUES, size):
+            raise DataError(
+                f"{path}: its rows share too few of {len(columns)} names of fields: keep those that are learned"
+            )
+    for column in columns.values():
+        column += [None] * (len(lines) - len(column))
+    return Rows(path, columns, lines, word)
 
 
 def _read_text(path: Path, text: str) -> Rows:
-    numbered = [(number, line.strip()) for number, line in _numbered(text)]
-    return Rows(path, ("text",), [{"text": line} for _, line in numbered], [number for number, _ in numbered])
+    return _objects(path, ((number, {"text": line.strip()}) for number, line in _numbered(text)), "line", len(text))
 
 
 def _numbered(text: str) -> Iterator[tuple[int, str]]:
@@ -407,28 +427,23 @@ _JSON = {".json", ".jsonl", ".ndjson"}
 
 def _read_parquet(path: Path) -> Rows:
     try:
-        from pyarrow import ArrowException, Table, parquet
+        from pyarrow import ArrowException, parquet
     except ImportError:
         raise DataError(f"reading {path} needs pyarrow: pip install 'fastdp-lm[trainer]'") from None
     try:
         open_regular(path).close()
-        # In a process of its own: where the parts of a header contradict each other, pyarrow ends it.
-        counted = subprocess.run([sys.executable, "-I", "-c", _COUNT, path, *sys.path], capture_output=True)
-        if counted.returncode:
-            raise ValueError("its header contradicts itself")
         size = path.stat().st_size
+        room = max(MUCH_TEXT, _MOST_TEXT * size)
+        # Where the parts of a header contradict each other, pyarrow ends the process.
+        command = [sys.executable, "-I", "-c", _CHECK, str(path), str(room), *sys.path]
+        checked = subprocess.run(command, stderr=subprocess.PIPE)
         with _refusing(path, "Parquet file"):
-            _check_room(int(counted.stdout), 0, size)
-        _check_header(path, parquet.read_schema(path).names)
-        # Few bytes of a dictionary may stand for gigabytes, of which no header speaks.
-        file, parts, total = parquet.ParquetFile(path), [], 0
-        for part in file.iter_batches(256):
-            parts.append(part)
-            total += part.nbytes
-            with _refusing(path, "Parquet file"):
-                _check_room(0, total, size)
-        table = Table.from_batches(parts, file.schema_arrow)
-    except DataError:
+            if checked.returncode:
+                raise ValueError(*checked.stderr.decode(errors="replace").splitlines()[-1:])
+        file = parquet.ParquetFile(path)
+        _check_header(path, file.schema_arrow.names)
+        table = file.read()
+    except (DataError, MemoryError):
         raise
     except (ArrowException, OSError, ValueError):
         raise DataError(f"{path} is no Parquet file that can be read: copy or export it again") from None
@@ -439,14 +454,33 @@ def _read_parquet(path: Path) -> Rows:
             features = kind.from_arrow_schema(table.schema)
     with _refusing(path, "Parquet file"):
         _check_table(table, size)
-        rows: list[dict[str, Any]] = []
-        room = max(MUCH_TEXT, _MOST_TEXT * size)
+        columns: dict[str, list[Any]] = {name: [] for name in table.column_names}
         for batch in table.to_batches(max_chunksize=1024):
-            rows += batch.to_pylist()
-            room -= sum(len(v) for row in rows[-len(batch) :] for v in row.values() if isinstance(v, (str, bytes)))
+            for name, values in batch.to_pydict().items():
+                columns[name] += values
+                room -= sum(len(value) for value in values if isinstance(value, (str, bytes)))
             if room < 0:
                 raise ValueError(f"its {size} bytes hold too much text")
-        return _arrow_rows(path, table.column_names, rows, features)
+        return _arrow_rows(path, columns, len(table), features)
+
+
+def check_parquet(path: str, most: str) -> None:
+    """Raise ValueError for a Parquet file of far more values than its bytes, or ``most`` bytes of them. Limits this process."""
+    from pyarrow import parquet
+
+    size, room, total = Path(path).stat().st_size, int(most), 0
+    # Few bytes of a page or a dictionary may stand for gigabytes, of which no header speaks.
+    limit_process(resource.RLIMIT_DATA, MUCH_TEXT + 2 * room)
+    limit_process(resource.RLIMIT_CPU, int(CALL_SECONDS) + size // 1_000_000)
+    file = parquet.ParquetFile(path)
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    # Of a nested column more than there are rows.
+    values = sum(group.column(at).num_values for group in groups for at in range(group.num_columns))
+    _check_room(values, 0, size)
+    for part in file.iter_batches(256):
+        total += part.nbytes
+        if total > room:
+            raise ValueError(f"its {size} bytes hold more than {room} bytes of text")
 
 
 def _read_saved_dataset(path: Path) -> Rows:
@@ -471,7 +505,7 @@ def _read_saved_dataset(path: Path) -> Rows:
         saved = load_from_disk(str(path))
         _check_table(saved.data, sum(file.stat().st_size for file in path.glob("*.arrow")))
         # Not list(): that opens the pictures and sounds which it names, wherever they lie.
-        return _arrow_rows(path, saved.column_names, saved.to_list(), saved.features)
+        return _arrow_rows(path, saved.to_dict(), len(saved), saved.features)
 
 
 def _check_table(table: Any, size: int) -> None:
@@ -499,6 +533,8 @@ def _refusing(path: Path, kind: str) -> Iterator[None]:
     """Raise DataError in place of whatever a library raises on a file of another party that is not what it says."""
     try:
         yield
+    except MemoryError:
+        raise
     except Exception as error:
         said = str(error).splitlines()
         reason = escape_controls(said[0][:200]) if said else ""
@@ -515,13 +551,12 @@ def _features(path: Path) -> Any:
     return Features
 
 
-def _arrow_rows(path: Path, columns: Sequence[str], rows: list[dict[str, Any]], features: Mapping[str, Any]) -> Rows:
+def _arrow_rows(path: Path, columns: dict[str, list[Any]], count: int, features: Mapping[str, Any]) -> Rows:
     for name, feature in features.items():
         inner = getattr(feature, "feature", feature)
         if classes := getattr(inner, "names", None):
-            for row in rows:
-                row[name] = _class_names(row[name], classes)
-    return Rows(path, tuple(columns), rows, range(1, len(rows) + 1), "row")
+            columns[name] = _class_names(columns[name], classes)
+    return Rows(path, columns, range(1, count + 1), "row")
 
 
 def _class_names(value: Any, classes: Sequence[str]) -> Any:

@@ -10,16 +10,19 @@ import contextlib
 import errno
 import itertools
 import logging
+import math
 import os
 import resource
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastdp.tls import Revocations, certificate_name, check_certificate, server_context
+from fastdp.untrusted import escape_controls
 
 RELAY_BYTES = 1 << 16
 _BACKLOG = 1024
@@ -89,6 +92,7 @@ class TlsListener:
         self._handshakes = min(self._limits.handshakes, descriptors // 8)
         # A connection takes up to three descriptors: the peer's, and both ends of a local one. A quarter is left for others.
         self._most = max(1, descriptors // 5)
+        self._logged = -math.inf
         self._listener = _listen(address)
         self.port = int(self._listener.getsockname()[1])
         self._waiting: dict[asyncio.Task[None], None] = {}
@@ -103,6 +107,12 @@ class TlsListener:
         check_certificate(certificate)
         self._revoked.check(certificate)
         return certificate_name(certificate)
+
+    def log_refusal(self, what: str, peer: str, reason: object) -> None:
+        """Log what was refused and why, at most once a second: a stranger could fill a disk."""
+        if time.monotonic() - self._logged > 1:
+            self._logged = time.monotonic()
+            log.warning("%s of %s was refused: %s", what, peer, escape_controls(str(reason)[:160]))
 
     def close(self) -> None:
         """End every connection."""
@@ -132,7 +142,7 @@ class TlsListener:
         try:
             while True:
                 try:
-                    accepted, _ = await self._loop.sock_accept(self._listener)
+                    accepted, peer = await self._loop.sock_accept(self._listener)
                 except OSError as error:
                     if error.errno in (errno.EMFILE, errno.ENFILE) and not self._end_oldest(self._waiting):
                         # Something else holds the descriptors: turn one caller away, so that the queue moves on.
@@ -144,7 +154,7 @@ class TlsListener:
                     continue
                 while len(self._waiting) >= self._handshakes:
                     self._end_oldest(self._waiting)
-                task = self._loop.create_task(self._connection(accepted))
+                task = self._loop.create_task(self._connection(accepted, str(peer[0])))
                 task.add_done_callback(lambda _, taken=accepted: taken.close())  # type: ignore[misc]
                 self._waiting[task] = None
                 # An accept that finds a caller waiting does not pause: let the others move.
@@ -153,13 +163,13 @@ class TlsListener:
             checks.cancel()
             os.close(reserve)
 
-    async def _connection(self, accepted: socket.socket) -> None:
+    async def _connection(self, accepted: socket.socket, peer: str) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
             reader, writer = await self._handshake(accepted)
         except (OSError, ssl.SSLError) as error:
-            log.info("a connection was turned away: %s", error)
+            self.log_refusal("a connection", peer, error)
             return
         finally:
             self._waiting.pop(task, None)
@@ -173,7 +183,7 @@ class TlsListener:
             writer.close()
             await asyncio.wait_for(writer.wait_closed(), self._limits.handshake_seconds)
         except (OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
-            log.info("a connection was ended: %s", error)
+            self.log_refusal("an open connection", peer, error)
         finally:
             self._open.pop(task, None)
             # Without waiting for the peer to say that it agrees.
@@ -195,7 +205,7 @@ class TlsListener:
                 try:
                     self.check(certificate)
                 except (OSError, ValueError) as error:
-                    log.info("the connection of %s ends: %s", name, error)
+                    self.log_refusal("an open connection", name, error)
                     task.cancel()
 
     def _make_room(self, name: str) -> None:

@@ -41,6 +41,9 @@ MAX_VALUES = 1 << 21
 MAX_YAML_NODES, MAX_DEPTH = 20_000, 64
 #: Most layers, heads or experts of a model and ranks of an adapter; most positions; most that a tokenizer makes of a character.
 MAX_PARTS, MAX_POSITIONS, MAX_GROWTH = 1 << 12, 1 << 24, 10_000
+#: Most characters of a text, of which the tokenizers library takes a gigabyte; highest number of a token, as saving makes room
+#: for all below.
+MAX_TEXT, MAX_TOKEN = 1 << 23, 1 << 24
 #: Most tokens that a template adds to a text. Most characters that a normalizer makes of texts, and of each of theirs beyond:
 #: each may be a token of 370 bytes. Characters that it is tried on at once.
 MAX_ADDED, MAX_NORMALIZED, MAX_MEAN_GROWTH, SLICE = 64, 1 << 22, 8, 1 << 10
@@ -219,7 +222,9 @@ def load_pretrained(auto: Any, name: str | os.PathLike[str], **options: Any) -> 
     try:
         for path in place.glob("tokenizer*.json") if auto.__name__ == "AutoTokenizer" else ():
             _check_tokenizer(parse_json(read_bytes(path), constants=True))
-        return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
+        # Weights that its files lack are made in the sizes that its config says.
+        with memory_limit():
+            return auto.from_pretrained(name, trust_remote_code=False, **local, **options)
     except RuntimeError as error:
         if "mismatched_sizes" in str(error) or "Storage size" in str(error):
             raise ValueError(f"cannot load {name}: its weights have other shapes than its config.json says") from None
@@ -263,6 +268,8 @@ def load_pretrained_tokenizer(name: str | os.PathLike[str]) -> Any:
     # Without its files transformers makes one that knows no text, and says nothing.
     if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
         raise ValueError(lack)
+    if (highest := max(tokenizer.get_vocab().values())) > MAX_TOKEN:
+        raise FolderRejected(f"its tokenizer has a token {highest}: no model has as many")
     return tokenizer
 
 
@@ -277,6 +284,8 @@ def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
             library, which is no Exception and may quote a text.
     """
     given = [*texts, *(options.get(key) or () for key in ("text", "text_target"))]
+    if (longest := max(map(len, _strings(given)), default=0)) > MAX_TEXT:
+        raise ValueError(f"a text has {longest} characters: cut it into rows of at most {MAX_TEXT}")
     results: list[Any] = []
     failures: list[BaseException] = []
 
@@ -288,7 +297,7 @@ def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
             failures.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    with _memory_limit():
+    with memory_limit():
         thread.start()
         thread.join(CALL_SECONDS + sum(map(_characters, given)) / 1000)
     if results:
@@ -300,7 +309,7 @@ def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _memory_limit() -> Iterator[None]:
+def memory_limit() -> Iterator[None]:
     """Let this process take no more than the machine has left, where Linux says how much that is.
 
     A smaller limit would end what other threads do: it holds for all of them.
@@ -312,7 +321,7 @@ def _memory_limit() -> Iterator[None]:
     except (OSError, IndexError):
         yield
         return
-    _limit(resource.RLIMIT_DATA, held + more)
+    limit_process(resource.RLIMIT_DATA, held + more)
     try:
         yield
     finally:
@@ -365,11 +374,11 @@ def answer_chats() -> None:
     """Render the requests of a `ChatTemplate`, one a line, until there are no more."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    _limit(resource.RLIMIT_DATA, TEMPLATE_MEMORY)
+    limit_process(resource.RLIMIT_DATA, TEMPLATE_MEMORY)
     for line in sys.stdin:
         seconds, request = line.split("\t", 1)
         # Beyond it the system ends the process, whatever it does.
-        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + float(seconds)))
+        limit_process(resource.RLIMIT_CPU, math.ceil(time.process_time() + float(seconds)))
         try:
             (text,), _ = render_jinja_template(**json.loads(request))
             answer = [text, None] if len(text) <= TEMPLATE_TEXT + 100 * len(line) else [None, "it writes too much"]
@@ -380,7 +389,7 @@ def answer_chats() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _limit(kind: int, most: int) -> None:
+def limit_process(kind: int, most: int) -> None:
     """Set a limit of this process, within the one that it may not exceed."""
     hard = resource.getrlimit(kind)[1]
     limits = [most, _DATA_LIMIT if kind == resource.RLIMIT_DATA else hard, hard]

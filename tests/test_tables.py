@@ -1,8 +1,10 @@
 """Files in, tables out: formats, and one sentence for each way a file can be bad."""
 
+import gc
 import json
 import os
 import time
+import tracemalloc
 
 import numpy
 import pytest
@@ -22,7 +24,7 @@ def write(folder, name, content):
 def test_csv_with_quotes_and_newlines_keeps_the_line_each_row_began_at(tmp_path):
     path = write(tmp_path, "a.csv", '\ufeffmr,ref\r\n"x, y","two\nlines"\r\nz,"a ""q"""\r\n')
     table = read_rows(path)
-    assert table.columns == ("mr", "ref")
+    assert [*table.columns] == ["mr", "ref"]
     assert table.rows == [{"mr": "x, y", "ref": "two\nlines"}, {"mr": "z", "ref": 'a "q"'}]
     assert list(table.lines) == [2, 4]
 
@@ -349,14 +351,53 @@ def test_many_columns_are_read_at_once_and_named_in_short(tmp_path_factory, name
     assert time.process_time() - begin < 10
 
 
-def test_a_parquet_dictionary_that_stands_for_far_more_text_is_not_written_out(tmp_path, monkeypatch):
+def test_a_parquet_dictionary_or_page_of_far_more_text_is_not_written_out(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": ["a" * 10_000] * 5000}), path, compression="zstd")
     monkeypatch.setattr(tables, "MUCH_TEXT", 1 << 20)
-    with pytest.raises(DataError, match="hold 0 values, in .* bytes: too many"):
+    with pytest.raises(DataError, match="bytes hold more than 1048576 bytes of text"):
+        read_rows(path)
+    # Pages of all columns are in memory at once, before any is counted.
+    column = pyarrow.array(["a" * (1 << 26)])
+    parquet.write_table(pyarrow.table({f"c{i}": column for i in range(12)}), path, compression="zstd")
+    with pytest.raises(DataError, match="no Parquet file that can be read: .*malloc of size"):
+        read_rows(path)
+
+
+@cases("codec", ["snappy", "lz4", "zstd", "brotli", "gzip"])
+def test_a_parquet_page_that_inflates_beyond_its_header_is_refused(tmp_path_factory, codec):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path_factory.mktemp("pages") / "a.parquet"
+    size = 1 << 26
+    parquet.write_table(pyarrow.table({"text": ["a" * size]}), path, compression=codec, use_dictionary=False)
+    honest = path.read_bytes()
+    # The page's sizes, as Thrift writes them: 67,108,874 bytes, and 74 in their place.
+    path.write_bytes(honest.replace(b"\x94\x80\x80\x40", b"\x94\x81\x80\x00", 1))
+    assert path.read_bytes() != honest
+    with pytest.raises(DataError, match="no Parquet file that can be read"):
+        read_rows(path)
+
+
+@cases("name, line", [("a.jsonl", '{"a":1}\n'), ("a.csv", "1\n"), ("a.txt", "a\n")])
+def test_short_rows_fill_no_memory(tmp_path_factory, name, line):
+    path = write(tmp_path_factory.mktemp("short"), name, line * 20_000)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        read_rows(path)
+        assert tracemalloc.get_traced_memory()[1] < 20 * path.stat().st_size + (1 << 16)
+    finally:
+        tracemalloc.stop()
+
+
+def test_objects_that_share_no_field_are_refused(tmp_path):
+    path = write(tmp_path, "a.jsonl", "".join(f'{{"{i}":1}}\n' for i in range(5000)))
+    with pytest.raises(DataError, match="its rows share too few of 4097 names of fields"):
         read_rows(path)
 
 

@@ -54,7 +54,7 @@ def ended(connection):
     return True
 
 
-def test_holders_of_a_certificate_are_served(certificates, tmp_path):
+def test_holders_of_a_certificate_are_served_and_others_logged(certificates, tmp_path, caplog):
     make_certificates(tmp_path / "foreign", ["alice"])
     with listening(certificates, echo) as listener:
         with connect(listener, certificates) as alice:
@@ -71,6 +71,8 @@ def test_holders_of_a_certificate_are_served(certificates, tmp_path):
                     plain = foreign.wrap_socket(plain, server_hostname="127.0.0.1")
                     plain.sendall(b"hello")
                 assert ended(plain)
+    assert "a connection of 127.0.0.1 was refused: " in caplog.text
+    assert len(caplog.records) < 3, "at most one a second"
 
 
 def test_silent_peers_hold_no_place(certificates):

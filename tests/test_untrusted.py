@@ -30,8 +30,10 @@ from fastdp.data import causal_examples, classification_examples
 from fastdp.finetune import ConfigError
 from fastdp.finetune.chat import chat_examples
 from fastdp.finetune.config import FinetuneConfig, load_config
+from fastdp.finetune.folder import read_checkpoint
 from fastdp.finetune.models import load_tokenizer
 from fastdp.finetune.report import build_report
+from fastdp.finetune.tasks import check_tokens
 from fastdp.tables import DataError, Rows
 from tests.cases import cases
 from tests.finetune.test_report import made
@@ -147,6 +149,20 @@ def test_a_void_card_is_refused_and_forges_no_verdict(tmp_path):
     assert line.startswith("error: ")
     assert "certifies no guarantee" in line
     assert not CONTROLS.search(line)
+
+
+@cases("name, target", [(n, t) for n in ("ledger.jsonl", "card.json") for t in ("absent", "/dev/full/x", None)])
+def test_a_link_to_nothing_does_not_count_as_absent(tmp_path_factory, name, target):
+    folder = tmp_path_factory.mktemp("links")
+    for file in ("card.json", "statement.json"):
+        (folder / file).write_text(json.dumps(card_of()))
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target or name)
+    result = CliRunner().invoke(app, ["verify", str(folder)])
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 1
+    assert line.startswith("error: ")
+    assert name in line
 
 
 def test_hostile_fields_of_a_card_are_shown_on_one_line(tmp_path):
@@ -412,6 +428,17 @@ def test_code_that_comes_with_a_model_never_runs(tmp_path, monkeypatch, command)
     assert not ran.exists()
 
 
+def test_a_model_takes_no_more_memory_than_the_machine_has(tmp_path):
+    """Its config may say any size, and weights that its files lack are made in it."""
+
+    class Auto:
+        @staticmethod
+        def from_pretrained(name, **options):
+            return resource.getrlimit(resource.RLIMIT_DATA)[0]
+
+    assert untrusted.load_pretrained(Auto, tmp_path) < 1 << 46
+
+
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_a_folder_that_names_a_repository_is_refused(tmp_path, key):
     transformers.BertConfig().save_pretrained(tmp_path)
@@ -518,6 +545,28 @@ def test_an_expression_of_a_tokenizer_that_fails_or_runs_for_hours_is_refused(
         assert resource.getrlimit(resource.RLIMIT_DATA) == limit
 
 
+def test_numbers_of_tokens_that_no_model_has_are_refused(tmp_path):
+    """Saving makes room for all numbers below, and a token without a row of the model ends a run when it is first drawn."""
+    small_gpt2(tmp_path, n_layer=1, n_embd=16)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token": "unheard-of"}))
+    tokenizer, config = untrusted.load_pretrained_tokenizer(tmp_path), FinetuneConfig(model="m")
+    examples = causal_examples(tokenizer, ["a", "unheard-of"], 64)
+    with pytest.raises(ConfigError, match="the tokenizer of m makes token 1536, but its model has 1536 tokens"):
+        check_tokens(examples, transformers.AutoModelForCausalLM.from_pretrained(tmp_path), config)
+    path = tmp_path / "tokenizer.json"
+    parts = json.loads(path.read_text())
+    parts["model"]["vocab"]["unheard"] = 2**32 - 2
+    path.write_text(json.dumps(parts))
+    with pytest.raises(ValueError, match="has a token 4294967294: no model has as many"):
+        untrusted.load_pretrained_tokenizer(tmp_path)
+
+
+def test_a_text_for_which_the_tokenizers_library_would_end_the_process_is_refused():
+    with pytest.raises(ValueError, match="a text has 8388609 characters: cut it into rows of at most 8388608"):
+        causal_examples(quickstart()[0], ["a" * ((1 << 23) + 1)], 64)
+
+
 def test_a_normalizer_that_makes_far_more_of_a_text_than_it_holds_is_refused(tmp_path):
     """Within what a character may become, since where memory ends, the tokenizers library ends the process."""
     small_gpt2(tmp_path, n_layer=1, n_embd=16)
@@ -557,7 +606,7 @@ def test_a_chat_template_that_never_ends_fails_or_fills_memory_is_refused(monkey
     tokenizer = copy.deepcopy(quickstart()[0])
     tokenizer.chat_template = template
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    table = Rows(Path("rows.jsonl"), ("messages",), [{"messages": turns}], [1])
+    table = Rows(Path("rows.jsonl"), {"messages": [turns]}, [1])
     with pytest.raises(DataError, match=rf"the chat template: .*{words}"):
         chat_examples(tokenizer, table, "messages", 64)
 
@@ -583,6 +632,12 @@ def test_other_files_of_a_model_s_folder_are_checked_too(tmp_path_factory, monke
     (place / "model" / file).write_text(json.dumps(content))
     with pytest.raises(untrusted.FolderRejected, match=re.escape(words)):
         untrusted.load_pretrained(transformers.AutoModelForCausalLM, place / "model")
+
+
+def test_a_checkpoint_that_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "checkpoint.pt")
+    with pytest.raises(ConfigError, match="checkpoint.pt is damaged"):
+        read_checkpoint(tmp_path)
 
 
 def test_models_are_loaded_by_one_function_alone():

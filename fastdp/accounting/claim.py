@@ -170,8 +170,11 @@ class Gaussian(Claim):
         # Claims of the first version have no kind, and state less.
         if "kind" in fields:
             self._check_account(fields["epsilon"], bound, claimed)
-        for rate, most in self._membership().items():
-            stated = fields.get("membership", {}).get(rate, None if "kind" in fields else 1.0)
+        rates, own = fields.get("membership", {}), self._membership()
+        if foreign := rates.keys() - own.keys():
+            raise UnsupportedFigure(f"the card states a true-positive rate at {quote(min(foreign))}", claimed, found)
+        for rate, most in own.items():
+            stated = rates.get(rate, None if "kind" in fields else 1.0)
             highest = min(1.0, most * (1 + LOOSER)) if "kind" in fields else 1.0
             if not (isinstance(stated, (int, float)) and highest >= stated >= most * (1 - ROOM)):
                 raise UnsupportedFigure(

@@ -59,6 +59,12 @@ _OLD_FORMATS = ("fastdp.selective-card", "fastdp.statement", "fastdp.federated-r
 _SAMPLINGS = ("poisson", "shuffled")
 #: Most claims beside the first: each is worked out again, and a card states a few.
 _MOST_CLAIMS = 16
+#: Figures that claims of some kinds state, and pages show.
+_FIGURES = {
+    "gaussian": {"epsilon", "membership", "event"},
+    "pure": {"budget", "bound"},
+    "metric": {"budget", "bound", "distance"},
+}
 #: What a ledger's header and a card both state.
 _IN_BOTH = ("unit", "adjacency", "sampling", "sample_rate", "dataset_size", "noise_multiplier")
 #: Further fields of claims and runs that are worked out again or compared.
@@ -213,6 +219,8 @@ def _check_claims(card: Mapping[str, Any]) -> list[CheckedFigures]:
         claim = read_claim(fields)
         if not void and not number and card["guarantee"] != claim.guarantee:
             raise _Refused(f"the card names its guarantee {card['guarantee']!r}, but its claim is {claim.guarantee!r}")
+        if foreign := set().union(*_FIGURES.values()) & fields.keys() - _FIGURES.get(claim.kind, set()):
+            raise _Refused(f"the card states {min(foreign)}, which no claim of its kind gives")
         if isinstance(claim, Gaussian):
             # A card may leave the number of units out. At least two are assumed: with one there is nothing to protect.
             units = max(fields.get("dataset_size", 2), 2)

@@ -8,13 +8,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastdp.untrusted import open_regular
+from fastdp.untrusted import open_regular, quote
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _PIECE = 1 << 24
-#: What safetensors, and so a digest of a saved file, calls torch's dtypes.
+#: What safetensors, and so a digest of a saved file, calls torch's dtypes. Others have torch's own name there.
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
     "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -68,6 +68,7 @@ def digests_of(folder: Path) -> dict[str, int]:
 
     found: dict[str, int] = {}
     for file in files:
+        name = None
         try:
             open_regular(file).close()
             with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
@@ -75,13 +76,17 @@ def digests_of(folder: Path) -> dict[str, int]:
                     tensor = opened.get_tensor(name)
                     found[_digest(tensor)] = tensor.numel()
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            reason = "copy it again" if isinstance(error, SafetensorError) else error
+            advice = (
+                "copy it again" if name is None else f"tensor {quote(name)} has no dtype of torch's: save it in one"
+            )
+            reason = advice if isinstance(error, SafetensorError) else error
             raise ValueError(f"{file} is no safetensors file that can be read: {reason}") from None
     return found
 
 
 def _digest(tensor: Tensor) -> str:
-    dtype = _NAMES[str(tensor.dtype).removeprefix("torch.")]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = _NAMES.get(dtype, dtype)
     digest = hashlib.sha256(f"{dtype} {list(tensor.shape)}\n".encode())
     digest.update(value_bytes(tensor))
     return digest.hexdigest()

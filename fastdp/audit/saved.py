@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from fastdp.finetune.folder import CONFIG
 from fastdp.finetune.models import load_model, load_tokenizer
 from fastdp.finetune.tasks import task_of
 from fastdp.integrations.adapters import FEED_FORWARD_OUTPUTS, PEFT_TYPE
+from fastdp.settings import check
 from fastdp.untrusted import (
     MAX_YAML,
     FolderRejected,
@@ -54,7 +57,10 @@ def load_saved(
     tokenizer = load_tokenizer(dataclasses.replace(config, model=str(adapter)))
     base: Any = load_model(config, tokenizer)
     try:
-        return peft.PeftModel.from_pretrained(base, str(adapter), local_files_only=True).eval(), tokenizer, config
+        with warnings.catch_warnings():
+            # Otherwise what is attacked, or writes, is the model before training.
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            return peft.PeftModel.from_pretrained(base, str(adapter), local_files_only=True).eval(), tokenizer, config
     # Whatever peft, or a file's own reader, raises on values that no run writes.
     except Exception as error:
         raise ConfigError(f"the adapter in {adapter} does not fit its model: {quote(str(error), 160)}") from None
@@ -83,8 +89,10 @@ def settings_of(folder: str | Path, overrides: dict[str, Any] | None = None) -> 
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}: name the output of a run, or a model's folder")
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
-    if (folder / CONFIG).exists():
-        return load_config(folder / CONFIG, given)
+    if os.path.lexists(folder / CONFIG):
+        config = load_config(folder / CONFIG, given)
+        check(config, ConfigError)
+        return config
     config = dataclasses.replace(_of_model(folder), **given)
     if config.task in LABELLED and not config.labels:
         raise ConfigError(f"{config.task} needs every possible label: name them with --labels, commas between")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from dataclasses import asdict
 from pathlib import Path
@@ -117,10 +118,13 @@ def _verdict(model: Path, kind: str, rows: list[dict[str, Any]]) -> str:
         return f"The attack recovers {row['recovered']:.1%} of the tokens."
     found = max(row["tpr_at_1_percent"] for row in rows)
     said = f"At a false-positive rate of 1%, the attack finds {found:.1%} of the members"
-    from fastdp.accounting.card import Card
+    from fastdp.accounting import Card, verify
 
-    card = model / "card.json"
-    bound = (Card.load(card).get("membership") or {}).get("0.01") if card.is_file() else None
+    card, bound = model / "card.json", None
+    if os.path.lexists(card):
+        if not (checked := verify(card)).guarantee:
+            return f"{said}; its card bounds nothing: {checked.reason}"
+        bound = Card.load(card).get("membership", {}).get("0.01")
     if bound is None:
         return f"{said}; no card beside the model bounds what others may find."
     spread = 2 * math.sqrt(bound * (1 - bound) / row["members"])
@@ -143,11 +147,13 @@ class _AttackedModel:
 
     def examples(self, path: Path) -> Examples:
         """At most ``limit`` rows of a file, drawn at random, encoded as the run did."""
-        from fastdp.finetune.tasks import encode_rows
+        from fastdp.finetune.tasks import check_tokens, encode_rows
         from fastdp.tables import read_rows
 
         table = read_rows(path, self.config.encoding)
-        return encode_rows(table.take(self.draw(list(range(len(table))))), self.tokenizer, self.config)
+        found = encode_rows(table.take(self.draw(list(range(len(table))))), self.tokenizer, self.config)
+        check_tokens(found, self.model, self.config)
+        return found
 
     def draw(self, items: list[Any]) -> list[Any]:
         """At most ``limit`` of them, at random but in their order."""
@@ -229,7 +235,7 @@ def _reconstruction(
     attacked.require("causal-lm", "reconstruction")
     config = attacked.config
     table = read_rows(train, config.encoding)
-    column = config.target_column or config.text_column or ("text" if "text" in table.columns else table.columns[0])
+    column = config.target_column or config.text_column or ("text" if "text" in table.columns else [*table.columns][0])
     planted = _lines(names)
     pool = sorted({*planted, *(_lines(decoys) if decoys else [])})
     find = NameFinder(planted)

@@ -11,6 +11,7 @@ import typer
 
 from fastdp.commands.certificates import add_certificate_commands
 from fastdp.commands.refusal import console, refusing
+from fastdp.untrusted import MAX_YAML, read_text
 
 federated_app = typer.Typer(
     help="Fine-tune on several organisations' texts with Flower: adapters travel, texts stay.", no_args_is_help=True
@@ -38,7 +39,11 @@ def server_command(
         console.print("start a run on this machine with:")
         home = shlex.quote(str(folder.resolve() / "flower"))
         console.print(f'  FLWR_HOME={home} flwr run "$(fastdp federated app)" server --stream', soft_wrap=True)
-        raise typer.Exit(superlink.wait())
+        try:
+            raise typer.Exit(superlink.wait())
+        except KeyboardInterrupt:
+            console.print("stopping: this takes up to half a minute")
+            raise
 
 
 @federated_app.command("node")
@@ -59,8 +64,8 @@ def node_command(
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        settings = tomllib.loads(config.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+        settings = tomllib.loads(read_text(config, MAX_YAML))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{config} cannot be read: {error}") from None
     raise typer.Exit(run_node(server, certificates, settings))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -126,9 +127,9 @@ def card_in(place: Path) -> Path:
     """The card of a run's or a model's folder; another path as it is. Raises ValueError for a folder without a card."""
     if not place.is_dir():
         return place
-    found = next(
-        (path for name in ("card.json", "statement.json", "run_card.json") if (path := place / name).exists()), None
-    )
+    names = ("card.json", "statement.json", "run_card.json")
+    # A link to nothing is refused where it is read: it is no card that is not there.
+    found = next((place / name for name in names if os.path.lexists(place / name)), None)
     if found is None:
         raise ValueError(f"{place} holds no card.json: name the folder of a finished run, or a card")
     return found
@@ -155,7 +156,7 @@ def verify_command(
         folder, card = card, card_in(card)
         # Of a perturbation, the folder's tensors are no weights.
         weights = weights or (folder if accounting.Card.load(card).get("weights") else None)
-        ledger = ledger or next((path for path in [folder / "ledger.jsonl"] if path.exists()), None)
+        ledger = ledger or next((path for path in [folder / "ledger.jsonl"] if os.path.lexists(path)), None)
     result = accounting.verify(card, weights=weights, ledger=ledger)
     if not result:
         raise ValueError(f"{card} does not hold: {result.reason}")

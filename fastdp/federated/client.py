@@ -50,6 +50,8 @@ def hide_private_errors(handler: MessageHandler) -> MessageHandler:
 def train(message: Message, context: Context) -> Message:
     node, order = node_settings(context.node_config), Order.from_record(message.content)
     config = _config(context.run_config, node)
+    if not 0 < order.round_number <= config.rounds:
+        raise ClientRefusal(f"the run has {config.rounds} rounds, and this one is no round of it: start another run")
     site = _site_of(config, int(node.get("partition-id", 0)), int(node.get("num-partitions", 1)))
     adapted = site.adapted
     if order.base != adapted.base:

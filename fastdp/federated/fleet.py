@@ -137,9 +137,16 @@ class Gateway(TlsListener):
 
     async def _handle(self, certificate: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async def answer(request: Request) -> Reply:
-            return await self._answer(certificate, request)
+            reply = await self._answer(certificate, request)
+            self._log_reply(certificate, reply)
+            return reply
 
-        await serve_requests(reader, writer, answer)
+        if reply := await serve_requests(reader, writer, answer):
+            self._log_reply(certificate, reply)
+
+    def _log_reply(self, certificate: bytes, reply: Reply) -> None:
+        if 400 <= reply.status < 500:
+            self.log_refusal("a request", certificate_name(certificate), reply.body.decode(errors="replace"))
 
     async def _answer(self, certificate: bytes, request: Request) -> Reply:
         try:
@@ -266,8 +273,8 @@ class NodeProxy:
 
 async def serve_requests(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Callable[[Request], Awaitable[Reply]]
-) -> None:
-    """Answer the requests of one connection that are for `PATHS`; anything else is refused and ends it.
+) -> Reply | None:
+    """Answer the requests of one connection that are for `PATHS`. Anything else is refused, ends it and is returned.
 
     Each request is read whole and made anew, so that no byte of a connection reaches Flower as it came.
     """
@@ -275,10 +282,10 @@ async def serve_requests(
     while True:
         request = await _read_request(connection, reader)
         if request is None:
-            return
+            return None
         if isinstance(request, Reply):
             await _write_reply(connection, writer, request, [("connection", "close")])
-            return
+            return request
         task = asyncio.ensure_future(answer(request))
         try:
             while not (await asyncio.wait([task], timeout=SIGN_SECONDS))[0]:
@@ -288,7 +295,7 @@ async def serve_requests(
             task.cancel()
         await _write_reply(connection, writer, task.result(), [])
         if (connection.our_state, connection.their_state) != (h11.DONE, h11.DONE):
-            return
+            return None
         connection.start_next_cycle()
 
 

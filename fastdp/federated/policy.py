@@ -27,7 +27,7 @@ _SIMULATED = {"partition_id", "num_partitions"}
 _OWN_DETECTORS = ("rules", "presidio")
 _PERTURBATION_SETTINGS = ("epsilon", "mechanism", "budget")
 #: What makes a round's work and memory grow without bound, whatever it does for privacy.
-_WORK_SETTINGS = ("local_epochs", "max_length", "bottleneck_size", "lora_r")
+_WORK_SETTINGS = ("rounds", "local_epochs", "max_length", "bottleneck_size", "lora_r")
 _DETECTOR_SETTINGS = ("detector", "threshold", "names", "labelled_spans")
 
 
@@ -85,6 +85,7 @@ class NodePolicy:
     device: str = setting("where this node perturbs and trains; by default the run's choice", "")
     partition_id: int = setting("number of this node; names its folder below state", 0, least=0)
     physical_batch_size: int = setting("most examples in memory at once", 16, above=0)
+    rounds: int = setting("most rounds of a run", 1000, above=0)
     local_epochs: int = setting("most passes in a round", 64, above=0)
     max_length: int = setting("most tokens of an example", 1024, above=0)
     bottleneck_size: int = setting("widest bottleneck", 512, above=0)

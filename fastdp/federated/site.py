@@ -31,7 +31,7 @@ from fastdp.methods.selective import (
     read_labelled_spans,
 )
 from fastdp.public import PublicGate
-from fastdp.untrusted import load_pretrained, load_pretrained_tokenizer
+from fastdp.untrusted import load_pretrained, load_pretrained_tokenizer, read_text
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def make_detector(config: FederatedConfig) -> PrivacyDetector:
 
 def _detector(kind: str, names: str) -> PrivacyDetector:
     if kind == "rules":
-        listed = Path(names).read_text(encoding="utf-8").split("\n") if names else []
+        listed = read_text(names).split("\n") if names else []
         return RuleDetector(names=frozenset(name.strip() for name in listed if name.strip()))
     if kind == "presidio":
         return PresidioDetector()

@@ -18,7 +18,7 @@ import yaml
 import fastdp.files as files
 from fastdp.finetune.config import ConfigError, FinetuneConfig, load_config
 from fastdp.finetune.evaluation import Quality
-from fastdp.untrusted import parse_json_object, parse_yaml, read_bytes
+from fastdp.untrusted import open_regular, parse_json_object, parse_yaml, read_bytes
 
 CONFIG, METRICS, RESULT, CHECKPOINT = "config.yaml", "metrics.jsonl", "result.json", "checkpoint.pt"
 LEDGER, PERTURBATION, SAMPLES = "ledger.jsonl", "perturbation.pt", "samples.json"
@@ -111,7 +111,7 @@ def read_checkpoint(output: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             _check_sums(file)
             return torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, ValueError, EOFError, KeyError, UnpicklingError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined, TemplateError
 from markupsafe import Markup
 
+from fastdp.accounting import verify
 from fastdp.accounting.claim import two_decimals, without_article
 from fastdp.finetune.charts import Line, chart, running_mean, style
 from fastdp.finetune.config import ConfigError
@@ -63,14 +65,17 @@ class Record:
             raise ConfigError(f"there is no folder {folder}: name the output folder of a run of fastdp finetune")
         if not (folder / "config.yaml").is_file():
             raise ConfigError(f"{folder} holds no run of fastdp finetune: it has no config.yaml")
-        card = next((path for path in (folder / "card.json", folder / "statement.json") if path.exists()), None)
+        path = next((path for path in (folder / "card.json", folder / "statement.json") if os.path.lexists(path)), None)
+        card = None if path is None else _read_file(path, _json, None)
+        if isinstance(card, dict) and not (found := verify(card)):
+            card = {"guarantee": "none", "why_no_guarantee": [f"its card does not hold, {found.reason}"]}
         return cls(
             name,
             folder,
             _read_file(folder / "config.yaml", parse_yaml, {}),
             _read_file(folder / "metrics.jsonl", lambda text: list(map(_json, text.splitlines())), []),
             _read_file(folder / "result.json", _json, None),
-            None if card is None else _read_file(card, _json, None),
+            card,
             _read_file(folder / "samples.json", _json, {}),
         )
 
@@ -230,7 +235,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _read_file(path: Path, parse: Callable[[str], Any], missing: Any) -> Any:
     """What ``parse`` makes of a file, or ``missing`` if there is none. Raises ConfigError for one that cannot be read."""
     try:
-        if not path.exists():
+        if not os.path.lexists(path):
             return missing
         text = read_text(path, _MAX_BYTES)
         check_values(text)

@@ -49,7 +49,7 @@ from fastdp.finetune.models import (
 from fastdp.finetune.perturbations import Subject, choose_perturbation
 from fastdp.finetune.reporter import Forecast, Reporter
 from fastdp.finetune.samples import draw_samples
-from fastdp.finetune.tasks import cut_note, encode_rows, messages_column, record_texts
+from fastdp.finetune.tasks import check_tokens, cut_note, encode_rows, messages_column, record_texts
 from fastdp.finetune.usage import add_usage, tokenizer_to_save
 from fastdp.methods.perturbation import Releases
 from fastdp.public import PublicGate
@@ -162,6 +162,8 @@ class FinetuneRun:
         _check_size(config, len(train), self.users, table)
         reporter.phase("loading the model")
         self.model: Any = load_trained(config, self.tokenizer).to(self.device)
+        for examples in filter(None, (train, held_out)):
+            check_tokens(examples, self.model, config)
         reporter.phase("rehearsing a step")
         self.measured = rehearse_step(self.model, train, self._collator(None), config)
         self.texts, self.chat = record_texts(table, config), messages_column(table, config) is not None

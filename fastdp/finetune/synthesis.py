@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedTokenizerBase
 
 from fastdp.calls.modes import in_mode
-from fastdp.data import IGNORED
+from fastdp.data import IGNORED, Examples
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.samples import continue_texts
-from fastdp.finetune.tasks import encode_rows, messages_column
+from fastdp.finetune.tasks import check_tokens, encode_rows, messages_column
 from fastdp.tables import Rows
 from fastdp.untrusted import encode, load_pretrained, load_pretrained_tokenizer, quote
 from fastdp.validate import integer, positive, rate
@@ -81,6 +81,7 @@ def synthesize(
     values = [] if prompts is None else [prompts.column(name, "prompt_column") for name in columns]
     given = [dict(zip(columns, row)) for row in dict.fromkeys(zip(*values))] or [{}]
     starts = _starts(tokenizer, config, columns, given, target)
+    check_tokens(Examples([{"input_ids": ids} for ids in starts], 0), model, config)
     # A seed for each batch, by a large step: runs of neighbouring seeds draw no batch alike.
     seeds = itertools.count(1_000_003 * sampling.seed)
 
@@ -200,8 +201,8 @@ def _starts(
     target: str,
 ) -> list[list[int]]:
     """The tokens of each prompt, as in training: those before the target, for which a letter stands."""
-    rows: list[dict[str, Any]] = [{**fields, target: "a"} for fields in given]
-    table = Rows(Path("prompts"), (*columns, target), rows, range(1, len(rows) + 1), word="prompt")
+    values = {name: [fields[name] for fields in given] for name in columns} | {target: ["a"] * len(given)}
+    table = Rows(Path("prompts"), values, range(1, len(given) + 1), word="prompt")
     found = []
     for item in encode_rows(table, tokenizer, config).items:
         first = next((at for at, label in enumerate(item["labels"]) if label != IGNORED), len(item["labels"]))

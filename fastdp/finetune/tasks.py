@@ -83,6 +83,16 @@ def encode_rows(
     return examples
 
 
+def check_tokens(examples: Examples, model: Any, config: FinetuneConfig) -> None:
+    """Refuse a token that the model has no row for, which would end a run in the middle. Raises ConfigError."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    highest = max(max(value) for item in examples.items for value in item.values() if isinstance(value, list))
+    if highest >= rows:
+        raise ConfigError(
+            f"the tokenizer of {config.model} makes token {highest}, but its model has {rows} tokens: use its own tokenizer"
+        )
+
+
 def cut_note(examples: Examples, table: Rows, config: FinetuneConfig) -> str | None:
     """How many examples of a table were cut; None if none was."""
     if not examples.truncated:

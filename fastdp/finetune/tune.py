@@ -134,7 +134,7 @@ def tune(
     table = read_rows(str(config.train), config.encoding)
     asked = [dataclasses.asdict(config) | {"output": None}, searched, trials, shape, held_out, len(table)]
     state = _State.read(work, asked) if resume else _State.begin(work, asked, table, held_out)
-    train = [row for row, judges in zip(table.rows, state.judging) if not judges]
+    train = table.take([index for index, judging in enumerate(state.judging) if not judging])
     judges = table.take([index for index, judging in enumerate(state.judging) if judging])
     _check_rows(table, len(train), len(judges), config)
     stop = renyi.stop_for(trials, shape)
@@ -147,7 +147,7 @@ def tune(
         output / LEDGER, header, event=accounting.EventModel(event), budget_steps=1, resume=resume
     )
     try:
-        files.write_rows(work / "train.jsonl", train)
+        files.write_rows(work / "train.jsonl", train.rows)
         state.save()
         stream = NoiseStream()
         if not ledger.spent_steps:
@@ -216,7 +216,7 @@ class _State:
     @classmethod
     def begin(cls, work: Path, asked: Any, table: Rows, share: float) -> _State:
         random = secrets.SystemRandom()
-        judging = [random.random() < share for _ in table.rows]
+        judging = [random.random() < share for _ in table.lines]
         return cls(work / "search.json", asked, random.random(), judging, [])
 
     @classmethod

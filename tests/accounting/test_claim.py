@@ -116,6 +116,9 @@ def test_a_bound_that_does_not_follow_is_found_whoever_renews_the_digest(field, 
         ),
         ({"budget": {"of_a_unit": 16.0, "units": None, "releases": 0, "of_a_text": None}}, "of at least 1"),
         ({"budget": {"of_a_unit": 16.0, "units": None, "releases": 3, "of_a_text": 0.1}}, "not how many units one has"),
+        # A page shows them, and nothing of this kind of claim gives them.
+        ({"membership": {"0.01": 0.0}}, "states membership, which no claim of its kind gives"),
+        ({"epsilon": {"upper_bound": 0.1, "delta": 1e-9}}, "states epsilon, which no claim of its kind gives"),
         ({"also": 3}, "also is missing or of the wrong type"),
         ({"also": [3]}, "no list of at most 16 claims"),
         ({"also": [{"kind": "gaussian"}]}, "cannot be read"),
@@ -141,6 +144,8 @@ def test_malformed_claims_are_refused_in_a_sentence(changed, match):
         ({"epsilon": {"upper_bound": 1.0, "delta": None}}, "states no epsilon"),
         ({"epsilon": 3}, "epsilon is missing or of the wrong type"),
         ({"unit": None}, "unit is missing or of the wrong type"),
+        ({"membership": {"0.5": 0.0}}, "states a true-positive rate at '0.5'"),
+        ({"membership": "low"}, "malformed"),
     ],
 )
 def test_malformed_runs_are_refused_in_a_sentence(run, changed, match):
@@ -234,6 +239,18 @@ def test_digests_are_of_content_and_form_whatever_the_name(tmp_path):
         ("a", given["a"].clone().fill_(math.nan)),
     ):
         assert not set(digests([other])) & digests_of(tmp_path).keys(), name
+
+
+@cases("dtype, width", [("F4", 2), ("C64", 32), ("F8_E8M0", 4), ("U16", 8), ("F6_E2M3", 3)])
+def test_tensors_of_any_dtype_have_a_digest_or_are_named(tmp_path_factory, dtype, width):
+    path = tmp_path_factory.mktemp("dtypes") / "w.safetensors"
+    header = json.dumps({"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, width]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(width))
+    if dtype != "F6_E2M3":
+        assert len(digests_of(path)) == 1
+        return
+    with pytest.raises(ValueError, match="w.safetensors .* tensor 'w' has no dtype of torch's: save it in one"):
+        digests_of(path)
 
 
 def test_weights_that_the_card_does_not_speak_of_are_found(tmp_path):

@@ -1,5 +1,6 @@
 """`fastdp attack`: its figures, its file, and its refusals in one sentence."""
 
+import dataclasses
 import json
 import re
 
@@ -7,6 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from fastdp.cli import app
@@ -95,6 +97,14 @@ def test_a_runs_folder_is_attacked_with_the_runs_own_settings(kind, learned, tmp
     card = card_of_run()
     card.save(run / "card.json")
     assert f"its card allows any attack {card['membership']['0.01']:.1%}." in attack(run, *data).output
+    (run / "card.json").write_text(json.dumps({**card, "membership": "none"}))
+    assert "its card bounds nothing: the card was altered" in attack(run, *data).output
+    if kind == "adapter":
+        save_file({"other": torch.ones(2)}, run / kind / "adapter_model.safetensors")
+        assert 'does not fit its model: "Found missing adapter keys' in attack(run, *data).output
+    settings = dataclasses.replace(settings, max_length=-1)
+    settings.save(run / "config.yaml")
+    assert "max_length is -1: it must be greater than 0" in attack(run, *data).output
 
 
 def test_refusals_are_one_sentence(learned, tmp_path):

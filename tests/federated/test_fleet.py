@@ -165,7 +165,7 @@ def test_a_node_answers_orders_in_its_own_name(tmp_path_factory, source, answers
         assert node.post("/v1/fleet/push-messages", content=body).status_code == status
 
 
-def test_a_node_s_reply_is_bounded(tmp_path, monkeypatch):
+def test_a_node_s_reply_is_bounded_and_refusals_are_logged(tmp_path, monkeypatch, caplog):
     """Flower keeps its objects in memory."""
     monkeypatch.setattr(fleet, "LARGEST_REPLY", 2500)
     tls.make_certificates(tmp_path, ["hospital"], server="server")
@@ -175,6 +175,11 @@ def test_a_node_s_reply_is_bounded(tmp_path, monkeypatch):
             assert node.post("/v1/fleet/push-messages", content=push).status_code == 503
             found = [node.post("/v1/fleet/push-object", content=bytes(1000)).status_code for _ in range(3)]
             assert found == [503, 503, 413]
+    assert 'a request of hospital was refused: {"detail": "the reply is too large"}' in caplog.text
+    caplog.clear()
+    with own_gateway(tmp_path) as node:
+        assert node.post("/v1/control/start-run").status_code == 404
+    assert "there is Flower's Fleet API here, and nothing else" in caplog.text
 
 
 @contextlib.contextmanager

@@ -102,6 +102,7 @@ def test_a_run_asks_for_no_more_work_than_a_node_allows():
     assert read({"threads": 1024}).threads <= (os.cpu_count() or 1)
     assert read({"threads": 1024}, threads=3).threads == 3
     for name, asked, allowed in (
+        ("rounds", 1 << 16, 1000),
         ("local_epochs", 1024, 64),
         ("max_length", 1 << 20, 1024),
         ("bottleneck_size", 4096, 512),
@@ -209,6 +210,12 @@ def test_a_deployed_client_perturbs_though_the_server_says_none(settings, node, 
     assert card["settings"]["epsilon"] == 1.0
     assert card["tokens"]["private"] == card["tokens"]["all"]
     assert [row["accepted"] for row in rows] == [1, 1]
+
+
+def test_a_client_takes_no_order_beyond_its_rounds(settings, node):
+    first, second = rounds(settings | {"rounds": 2}, node, {"rounds": 1})
+    assert (first["accepted"], second["accepted"]) == (1, 0)
+    assert "is no round of it" in second["refused"][0]["reason"]
 
 
 def test_a_deployed_client_reads_its_own_file_alone(settings, node, tmp_path, monkeypatch):

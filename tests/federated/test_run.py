@@ -1,21 +1,27 @@
 """Flower's own processes: `flwr run` in simulation; in the slow tier the deployed form, with a client killed in mid-round."""
 
+import contextlib
 import json
+import os
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("flwr", reason="flwr is the optional extra 'federated', for Python 3.11 or later")
 
 from cryptography.x509 import load_pem_x509_certificate
+from typer.testing import CliRunner
 
 from fastdp import tls
+from fastdp.cli import app as cli
 from fastdp.federated import programs as programs_of_flower
 from fastdp.federated.bundle import app_folder
+from tests.cases import cases
 from tests.federated import simulation
 
 APP = app_folder()
@@ -88,6 +94,30 @@ def test_certificates_and_keys_are_what_flower_reads(tmp_path):
     assert (own / tls.KEY).stat().st_mode & 0o077 == 0
 
 
+def test_a_server_says_that_stopping_takes_a_while(tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def serving(*_, **__):
+        yield "localhost:1", Mock(wait=Mock(side_effect=KeyboardInterrupt))
+
+    monkeypatch.setattr(programs_of_flower, "serving", serving)
+    result = CliRunner().invoke(cli, ["federated", "server", "--certificates", str(tmp_path)])
+    assert result.exit_code == 130
+    assert "stopping: this takes up to half a minute" in result.output
+
+
+@cases(
+    "content, words",
+    [(None, "is no regular file"), (b"\xff", "codec can't decode"), (b"a=" + b"[" * 3000, "recursion")],
+)
+def test_settings_of_a_node_that_cannot_be_read(tmp_path_factory, content, words):
+    path = tmp_path_factory.mktemp("node") / "node.toml"
+    os.mkfifo(path) if content is None else path.write_bytes(content)
+    result = CliRunner().invoke(cli, ["federated", "node", str(path), "--certificates", "none"], env={"COLUMNS": "300"})
+    assert result.exit_code == 1
+    assert "node.toml cannot be read: " in result.output
+    assert words in result.output
+
+
 def _kill_when(sign, kill):
     """Wait for a file to appear, then ``kill``."""
     while not sign.exists():
@@ -112,7 +142,7 @@ def test_deployed_with_tls_and_authentication_and_a_client_killed_in_mid_round(s
             own = tmp_path / f"own-{index}.jsonl"
             own.write_text("".join(texts[8 * index : 8 * index + 8]))
             state = str(tmp_path / f"state-{index}")
-            policy = {"perturbation": "selective", "epsilon": 8.0, "model": settings["model"]}
+            policy = {"perturbation": "selective", "epsilon": 8.0, "model": settings["model"], "local-epochs": 300}
             node = {"train": str(own), "state": state, "partition-id": index} | policy
             federation.add_client(f"client-{index}", node)
         tls.make_certificates(tmp_path / "foreign", ["stranger"])

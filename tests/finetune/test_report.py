@@ -9,18 +9,15 @@ import pytest
 import yaml
 from hypothesis import given, strategies as st
 
+from fastdp.accounting import noise_source
+from fastdp.accounting.card import digest
 from fastdp.finetune import ConfigError
 from fastdp.finetune.charts import SERIES, Line, chart, running_mean, style, ticks
 from fastdp.finetune.report import Record, build_report
+from tests.accounting.test_card import card_of_run
 from tests.test_cli import told
 
-CARD = {
-    "guarantee": "differential privacy",
-    "unit": "example",
-    "adjacency": "add_remove",
-    "epsilon": {"upper_bound": 7.98, "delta": 1e-5},
-    "model": {"trained_parameters": 4242},
-}
+CARD = card_of_run(model={"name": "m", "trained_parameters": 4242})
 
 
 def made(folder, epsilon=8.0, steps=40, **parts):
@@ -76,7 +73,7 @@ def test_a_page_about_one_run(tmp_path):
     assert not re.search(r"<(script|link|img|iframe|object)|\s(src|href|on\w+)=|url\(|https?:", page)
     text = text_of(page)
     for shown in (
-        "ε ≤ 7.99",
+        "ε ≤ 1.08",
         "1e-05",
         "31.25 → 17.75",
         "4 242",
@@ -101,7 +98,7 @@ def test_what_is_not_protected_can_be_left_out(tmp_path):
     for private in ("17.75", "the record", "s a step", "Training loss", "3 of 9", "256 MiB"):
         assert private in kept
         assert private not in public
-    assert "ε ≤ 7.99" in public
+    assert "ε ≤ 1.08" in public
     (folder / "samples.json").write_text(json.dumps({"own": ["of its own"]}))
     assert "of its own" in build_report([folder], public=True)
     (folder / "card.json").write_text(json.dumps({"guarantee": "none"}))
@@ -126,8 +123,13 @@ def test_runs_are_compared_where_all_have_spent_as_much(tmp_path):
 
 def test_runs_that_promise_nothing_or_go_on(tmp_path):
     void = made(tmp_path / "void")
-    (void / "card.json").write_text(json.dumps({"guarantee": "none", "why_no_guarantee": ["as printed"]}))
-    assert "Nothing is promised: as printed." in text_of(build_report([void]))
+    (void / "card.json").write_text(json.dumps(card_of_run(noise_source=noise_source(reproducible=True))))
+    assert "Nothing is promised: the noise came from a reproducible key" in text_of(build_report([void]))
+    forged = {**CARD, "epsilon": {**CARD["epsilon"], "upper_bound": 0.1}}
+    (void / "card.json").write_text(json.dumps({**forged, "digest": digest(forged)}))
+    assert "Nothing is promised: its card does not hold, the card claims epsilon 0.1 but" in text_of(
+        build_report([void])
+    )
     going = made(tmp_path / "going")
     for name in ("card.json", "result.json", "samples.json"):
         (going / name).unlink()

@@ -257,7 +257,7 @@ def test_quality_of_labels_and_numbers():
 )
 def test_rows_that_do_not_fit_name_their_line(models, table, tokenizer, task, row, words):
     config = settings(models, table, "unused", "bert", task)
-    rows = Rows(table, tuple(row), [row], [7])
+    rows = Rows(table, {name: [value] for name, value in row.items()}, [7])
     if words is None:
         assert len(encode_rows(rows, tokenizer, config)[0]["input_ids"]) > 0
         return
@@ -274,7 +274,7 @@ def test_a_text_that_spells_out_the_end_is_refused_where_the_model_looks_for_it(
     assert ends == tokenizer.eos_token_id
     assert check_model_name(settings(models, table, "unused", "bert", "classification")) is None
     texts = ["a visit", f"a visit {tokenizer.eos_token} and another"]
-    rows = Rows(table, ("text", "label"), [{"text": text, "label": "often"} for text in texts], [1, 2])
+    rows = Rows(table, {"text": texts, "label": ["often"] * 2}, [1, 2])
     with pytest.raises(DataError, match="line 2: its text spells out the token"):
         encode_rows(rows, tokenizer, config, ends)
     assert len(encode_rows(rows, tokenizer, config)) == 2
@@ -286,7 +286,7 @@ def test_a_text_that_spells_out_the_end_is_refused_where_the_model_looks_for_it(
 def test_labels_of_a_row_are_read_from_lists_and_from_text(models, table, tokenizer):
     config = settings(models, table, "unused", "bert", "multi-label")
     given = ["twice", "twice,daily", "", "['daily']", ["daily", "twice"], []]
-    rows = Rows(table, ("text", "kinds"), [{"text": "a", "kinds": kinds} for kinds in given], range(len(given)))
+    rows = Rows(table, {"text": ["a"] * len(given), "kinds": given}, range(len(given)))
     found = [item["labels"] for item in encode_rows(rows, tokenizer, config).items]
     assert found == [(1.0, 0.0), (1.0, 1.0), (0.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)]
 
