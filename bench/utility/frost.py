@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from transformers import AutoTokenizer
 import fastdp
 from fastdp.methods.sap import split_model
 from fastdp.private.method import Method
-from fastdp.private.plan import Budget, Plan
 from fastdp.untrusted import load_pretrained
 
 from . import suite, tops
@@ -121,7 +120,6 @@ class Bench:
         if len(self.held_out) < size.held_out:
             raise ValueError(f"{held_out} needs {size.held_out} rows for this size of the benchmark")
         self.delta = 1 / (2 * len(self.train))
-        self.budget = cache(self._budget)
 
     def _rows(self, texts: tops.Texts) -> Rows:
         # Half precision: the states of all examples stay in memory.
@@ -141,7 +139,7 @@ class Bench:
             model = peft.get_peft_model(model, lora if form == "lora" else fastdp.BottleneckConfig(**task))
         return suite.without_dropout(model)
 
-    def method(self, row: suite.Row, **options: Any) -> Method:
+    def method(self, row: suite.Row) -> Method:
         """The method of a row."""
         form, size = row["form"], self.size
         if form == "non-private":
@@ -150,50 +148,30 @@ class Bench:
             return fastdp.DPSGD()
         if form == "random":
             return fastdp.DPFrost(unfreezing_ratio=RATIO, choose_by="random", seed=row["seed"])
-        if row["selections"] > 1:
-            options |= {"select_every": math.ceil(size.steps / row["selections"])}
+        every = math.ceil(size.steps / row["selections"]) if row["selections"] > 1 else None
         return fastdp.DPFrost(
             unfreezing_ratio=RATIO,
             selection_steps=row["selection_steps"],
             selection_rate=row["selection_rate"],
-            **options,
-        )
-
-    def _budget(self, method: Method, epsilon: float) -> Budget:
-        """The noise of a method; the same for all seeds, so found once."""
-        size, units = self.size, len(self.train)
-        per_epoch = math.ceil(units / size.batch_size)
-        return method.budget(
-            Plan(units, size.batch_size, size.steps, per_epoch, "poisson", "add_remove", epsilon, self.delta, None)
+            select_every=every,
         )
 
     def start(self, model: torch.nn.Module, row: suite.Row) -> fastdp.Private:
         """The private run of a row, not begun."""
-        size = self.size
-        options: dict[str, Any] = {}
-        method = self.method(row)
-        if row["form"] != "non-private":
-            plain = replace(method, seed=0) if row["form"] == "random" else method  # type: ignore[type-var]
-            budget = self.budget(plain, row["epsilon"])
-            options["noise_multiplier"] = budget.noise_multiplier
-            if budget.side:
-                # The multiplier lies inside the event that the ledger will hold.
-                one: Any = budget.side[0].event.one
-                method = self.method(row, selection_noise_multiplier=one.event.noise_multiplier)
         data = self.train
         return suite.private_run(
             model,
             data,
             data.collate,
-            method,
+            self.method(row),
             rate=LEARNING_RATES[row["form"]],
-            batch_size=size.batch_size,
-            steps=size.steps,
+            batch_size=self.size.batch_size,
+            steps=self.size.steps,
+            target_epsilon=None if row["form"] == "non-private" else row["epsilon"],
             target_delta=self.delta,
             max_physical_batch_size=64 if suite.device().type == "cpu" else 640,
             # The same batches and noise for all forms of a seed, whose differences are then their own; the data is public.
             unsafe_seed=row["seed"],
-            **options,
         )
 
     def run(self, row: suite.Row) -> suite.Row:
