@@ -9,11 +9,10 @@ kind of fine-tuning share learning rate, steps and batch size.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from fastdp.finetune.evaluation import evaluate
 from fastdp.integrations.adapters import train_biases_only
 from fastdp.methods import rapft
 from fastdp.private.method import Method
-from fastdp.private.plan import Plan
 from fastdp.tables import read_rows
 from fastdp.untrusted import load_pretrained
 
@@ -123,7 +121,6 @@ class Bench:
         public = chosen[: size.public]
         self.public = [suite.placed(self.collator(public[i : i + 32])) for i in range(0, size.public, 32)]
         self.held_out = Examples(chosen[size.public : needed], 0)
-        self.multiplier = cache(self._multiplier)
 
     @classmethod
     def of_files(cls, model: Path, train: Path, held_out: Path, size: Size) -> Bench:
@@ -166,18 +163,10 @@ class Bench:
             map_after=0 if row["tuning"] == "bitfit" else min(2, self.size.steps - 1),
         )
 
-    def _multiplier(self, epsilon: float, noised: bool) -> float:
-        """The noise of all rows of an epsilon; the same for all seeds, so found once."""
-        size, units = self.size, len(self.train)
-        per_epoch = math.ceil(units / size.batch_size)
-        plan = Plan(units, size.batch_size, size.steps, per_epoch, "poisson", "add_remove", epsilon, DELTA, None)
-        return plan.multiplier(rapft.NoisyMap(*NOISED).side(1) if noised else ())
-
     def run(self, row: suite.Row) -> suite.Row:
         """Train once and evaluate: perplexity, true epsilon, noise multiplier, seconds a step."""
         size = self.size
         model = self.model(row["tuning"], row["seed"])
-        private = row["form"] != "non-private"
         rate = size.rates[TUNINGS.index(row["tuning"])]
         run = suite.private_run(
             model,
@@ -188,7 +177,7 @@ class Bench:
             batch_size=size.batch_size,
             steps=size.steps,
             weight_decay=1e-2,
-            noise_multiplier=self.multiplier(row["epsilon"], row["form"] == "noised") if private else None,
+            target_epsilon=None if row["form"] == "non-private" else row["epsilon"],
             target_delta=DELTA,
             max_physical_batch_size=size.physical_batch_size,
             # The same batches and noise for all forms of a seed, whose differences are then their own; the data is public.
