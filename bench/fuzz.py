@@ -237,15 +237,11 @@ CALLS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 
 @dataclass
 class Case:
-    """A random network, and two batches for it."""
-
     model: Any
     batches: list[dict[str, torch.Tensor]]
 
 
 class Network(nn.Module):
-    """A beginning, blocks, and a loss."""
-
     def __init__(self, pick: Choice):
         super().__init__()
         self.kinds: list[str] = []
@@ -289,7 +285,6 @@ class Network(nn.Module):
 
 
 def network(seed: int) -> Case:
-    """The network of a seed, in training mode, and two batches of odd sizes."""
     pick = random.Random(seed)
     torch.manual_seed(seed)
     while True:
@@ -326,7 +321,6 @@ class NotingPolicy(Policy):
     seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def latest(self, rows: int, route: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norms and the scales of the latest batch."""
         norms, scales = zip(*self.seen[-rows if route == "one-example" else -1 :])
         return torch.cat(norms), torch.cat(scales)
 
@@ -349,12 +343,10 @@ def alone(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[dict[str, to
 
 
 def norms(gradients: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Of each row's gradient, float64."""
     return torch.stack([torch.cat([g.double().flatten() for g in one.values()]).norm() for one in gradients])
 
 
 def summed(gradients: list[dict[str, torch.Tensor]], scales: torch.Tensor) -> torch.Tensor:
-    """Their sum by these scales, flat and in float64."""
     flat = [torch.cat([g.double().flatten() for g in one.values()]) for one in gradients]
     return torch.stack(flat).mul(scales.unsqueeze(1)).sum(0)
 
@@ -432,12 +424,10 @@ def _rounding(
 
 
 def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference over that of what is expected."""
     return float((got - expected).norm() / expected.norm())
 
 
 def table(seeds: range) -> dict[str, Any]:
-    """What became of the networks of these seeds, in all and by kind of layer."""
     total: Counter[str] = Counter()
     by_kind: dict[str, Counter[str]] = {}
     notable, worst = [], 0.0

@@ -59,11 +59,9 @@ class Draw:
         return kinds[(self.seed // len(FAMILIES) * 2 + self.seed % 2) % len(kinds)]
 
     def chance(self, probability: float) -> bool:
-        """Whether something of this probability happens."""
         return self.pick.random() < probability
 
     def dtype(self) -> torch.dtype:
-        """Float32 more often than not."""
         return self.pick.choice((torch.float32, *DTYPES))
 
     def laid_out(self, values: Tensor) -> Tensor:
@@ -82,7 +80,6 @@ class Draw:
         return held
 
     def factor(self, tokens: int, columns: int) -> Tensor:
-        """A matrix of any dtype, layout and scale."""
         return self.laid_out((torch.randn(tokens, columns) * 10.0 ** self.pick.randint(-3, 3)).to(self.dtype()))
 
     def offsets(self, tokens: int, units: int) -> Tensor:
@@ -110,7 +107,6 @@ class Draw:
         return values.T.contiguous().T if len(shape) == 2 and self.chance(0.3) else values
 
     def weights(self, *shape: int) -> Tensor:
-        """Some of them 0."""
         return torch.where(torch.rand(shape) < self.pick.choice((0.0, 0.4, 1.0)), 0.0, torch.randn(shape))
 
     def streams(self) -> tuple[NoiseStream, Tensor]:
@@ -121,7 +117,6 @@ class Draw:
 
 
 def wide(left: Tensor, rows: int) -> Tensor:
-    """A factor in float64, ids as one-hot rows."""
     return torch.nn.functional.one_hot(left, rows).double() if left.dim() == 1 else left.double()
 
 
@@ -221,7 +216,6 @@ def poison(factors: list[Tensor], weights: Tensor, offsets: Tensor) -> None:
 
 
 def summed(units: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum over units in float64."""
     return torch.tensordot(weights.double(), units, 1)
 
 
@@ -430,7 +424,6 @@ def call(seed: int) -> tuple[str, float]:
 
 
 def table(seeds: range) -> dict[str, Any]:
-    """What became of the calls of these seeds."""
     counts: Counter[str] = Counter()
     worst: dict[str, float] = {}
     wrong = []

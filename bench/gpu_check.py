@@ -518,7 +518,6 @@ def checks(group: Group, device: str) -> Iterator[dict[str, Any]]:
 
 
 def checks_of(name: str, device: str) -> list[dict[str, Any]]:
-    """All rows of a group."""
     return list(checks(GROUPS[name], device))
 
 

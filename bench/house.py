@@ -39,13 +39,11 @@ GOALS = {
 
 
 def tracked(*folders: str) -> list[Path]:
-    """The files that git tracks in these folders."""
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
     return [ROOT / line for line in listed.stdout.splitlines()]
 
 
 def lines(*folders: str) -> int:
-    """Lines of code."""
     code = (path for path in tracked(*folders) if path.suffix in (".py", ".pyi", ".cpp", ".h", ".inc"))
     return sum(path.read_text().count("\n") for path in code)
 
@@ -145,7 +143,6 @@ def steps() -> dict[str, int]:
 
 
 def measure() -> dict[str, int]:
-    """Every figure that has a goal."""
     documents = [path for path in tracked("README.md", "SECURITY.md", "docs") if path.suffix == ".md"]
     lengths = dict(functions("fastdp", "kernels"))
     entry = [count for name, count in lengths.items() if name.startswith(("fastdp/entry.py", "fastdp/builder.py"))]

@@ -83,7 +83,6 @@ def cases(device: torch.device, sizes: Sizes, only: str | None = None) -> Iterat
 
 
 def names(only: str | None = None) -> list[str]:
-    """Names of the cases that hold ``only``, or of all."""
     return [name for group in _GROUPS for name in _members(group) if only is None or only in name]
 
 
@@ -222,20 +221,16 @@ class _Layer:
         self.product = {"flops": 2.0 * self.tokens * self.m * self.n, "bytes": self.bytes}
 
     def factor(self, device: torch.device, columns: int) -> torch.Tensor:
-        """Random rows, one a token."""
         return torch.randn(self.tokens, columns, device=device, dtype=self.dtype)
 
     def batched(self, factor: torch.Tensor) -> torch.Tensor:
-        """Rows by unit, [B, T, columns]."""
         return factor.view(self.units, self.length, -1)
 
     def full_gram(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-        """Inner products of two uses by their T x T products."""
         one, two = (torch.bmm(self.batched(x), self.batched(y).mT) for x, y in ((a, c), (b, d)))
         return (one * two).sum((1, 2))
 
     def instantiated(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Per-unit gradients [B, m, n]."""
         return torch.bmm(self.batched(a).mT, self.batched(b)).float()
 
 

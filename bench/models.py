@@ -140,7 +140,6 @@ TASKS = {name: task for name, _, task, _ in _LISTED}
 
 
 def small(name: str) -> torch.nn.Module:
-    """The model of this name."""
     _, prefix, task, options = next(own for own in _LISTED if own[0] == name)
     base = _PAIR if task in _SUFFIX else _SMALL
     if task == "ImageClassification":
@@ -267,7 +266,6 @@ def _cell(found: dict[str, Any] | None) -> str:
 
 
 def page(figures: dict[str, dict[str, Any]]) -> str:
-    """`docs/models.md`, from what was measured."""
     lines = [
         "# Models",
         "",
@@ -294,7 +292,6 @@ def page(figures: dict[str, dict[str, Any]]) -> str:
 
 
 def main(chosen: list[str]) -> None:
-    """The table, or rows of it."""
     torch.set_num_threads(1)
     hf.logging.set_verbosity_error()
     known, figures = cases(), {}

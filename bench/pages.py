@@ -133,7 +133,6 @@ def names() -> Table:
 
 
 def names_rows(tuning: str, form: str, epsilon: Any) -> list[Row]:
-    """Rows of attacks."""
     return at_true_epsilon(figures("utility/rapft-names", tuning=tuning, form=form, epsilon=epsilon))
 
 
@@ -352,7 +351,6 @@ def typed() -> Table:
 
 
 def clients_rows(clients: int, scheme: str) -> list[Row]:
-    """Rows of a number of clients, with the last perplexity of the other tokens."""
     rows = figures("utility/federated-clients", clients=clients, scheme=scheme)
     return [{**row, "others": row["perplexities_of_others"][-1]} for row in rows]
 
@@ -505,7 +503,6 @@ TABLES: dict[Path, dict[str, Callable[[], Table]]] = {
 
 
 def tables(page: Path) -> dict[str, str]:
-    """Those of a page, by name, in Markdown."""
     return {name: "\n".join(markdown(*function())) for name, function in TABLES[page].items()}
 
 

@@ -71,7 +71,6 @@ def measure(turns: int = 5) -> dict[str, Any]:
 
 
 def _run(route: str, left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor) -> None:
-    """Norms and weighted sum by a route."""
     if route == "instantiate":
         gradients = ops.per_unit(left, right, offsets)
         gradients.flatten(1).square().sum(1)

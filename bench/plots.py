@@ -55,7 +55,6 @@ def picture(path: Path, rows: int = 1, panel: tuple[float, float] = _PANEL, lege
 
 
 def planner(results: Path, picture_path: Path) -> None:
-    """Predicted against measured seconds of every shape and route."""
     found: dict[str, Any] = json.loads(results.read_text())
     rows = found["figures"]["rows"]
     with picture(picture_path, panel=(6.4, 6.2), legends=4) as (axes,):
@@ -89,7 +88,6 @@ def perplexities() -> dict[str, float]:
 
 
 def overview(path: Path) -> None:
-    """What a step costs, and what privacy costs in quality."""
     found = steps("cpu-epyc")
     with picture(path, rows=2, panel=(7.2, 3.4), legends=3) as (left, right):
         width = 0.26

@@ -20,7 +20,6 @@ _PACKAGES = ("torch", "triton", "transformers", "peft", "opacus", "numpy")
 
 
 def environment() -> dict[str, Any]:
-    """Device, instruction set, threads, versions and commit."""
     from fastdp import _native
 
     versions = {"fastdp": installed_version(), **{name: version_of(name) for name in _PACKAGES}}
@@ -51,7 +50,6 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """A table, line by line."""
     top, *lines = ["|" + "".join(f" {cell} |" if cell != "" else " |" for cell in row) for row in (head, *rows)]
     return [top, "|---" * len(head) + "|", *lines]
 

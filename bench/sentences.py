@@ -50,7 +50,6 @@ def holds(fact: bool, sentence: str) -> str:
 
 
 def _in_errors(found: list[float]) -> float:
-    """Mean over its standard error."""
     return statistics.mean(found) / (statistics.stdev(found) / len(found) ** 0.5)
 
 
@@ -267,7 +266,6 @@ def _token_rows() -> Iterator[str]:
 
 
 def _titled(rows: dict[str, list[list[float]]], title: str) -> list[list[list[float]]]:
-    """Rows whose title begins so."""
     return [cells for name, cells in rows.items() if name.startswith(title)]
 
 

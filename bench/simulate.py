@@ -92,7 +92,6 @@ def measure(name: str, gpu: str, noise_rounds: int = 20, two_pass: bool | None =
 
 
 def prices() -> dict[str, Any]:
-    """The tables that simulated figures rest on."""
     return {kind: dataclasses.asdict(gpu) for kind, gpu in GPUS.items()} | {
         "words_a_normal": PER_NORMAL,
         "words_an_update": PER_UPDATE,

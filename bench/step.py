@@ -202,7 +202,6 @@ class _Worker:
             return 0.0
 
     def close(self) -> None:
-        """End the process."""
         self._process.shutdown()
 
 
@@ -251,7 +250,6 @@ def _take(count: int = 1) -> float:
 
 
 def _spent() -> float:
-    """Seconds of processor time that the latest steps took."""
     return _processor
 
 

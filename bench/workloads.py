@@ -183,7 +183,6 @@ class FourBitLinear(torch.nn.Linear):
 
 
 def examples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of random tokens or images."""
     generator = torch.Generator().manual_seed(1)
     if case.kind == "vit":
         images = torch.randn(count, 3, 224, 224, generator=generator)
@@ -233,7 +232,6 @@ def batches(loader: Any, device: torch.device) -> Iterator[dict[str, torch.Tenso
 
 
 def loader_of(case: Case, *, shuffle: bool = False) -> Any:
-    """A loader of as many batches as the case says."""
     from torch.utils.data import DataLoader
 
     size = case.logical if case.logical and not shuffle else case.rows

@@ -121,8 +121,6 @@ def long_record(library: Library) -> float:
 
 
 class Bag(Model):
-    """A bag of tokens, whose gradient is the sum of its rows."""
-
     parts = {"weight": lambda: nn.Parameter(torch.zeros(64, 64))}
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -157,7 +155,6 @@ def longest_record(library: Library) -> float:
 
 
 def _longer(items: Any) -> dict[str, torch.Tensor]:
-    """Rows of zeros behind each record, to the longest."""
     longest = max(len(item["x"]) for item in items)
     x = torch.stack([F.pad(item["x"], (0, 0, 0, longest - len(item["x"]))) for item in items])
     return {"x": x, "labels": torch.tensor([item["labels"] for item in items])}

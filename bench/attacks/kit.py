@@ -78,7 +78,6 @@ def register(kind: str, *, mode: Mapping[str, Any] | None = None, unmode: Mappin
 
 
 def _unclipped(policy: Policy, upper: Any) -> torch.Tensor:
-    """Factors of 1 for every unit, whatever its norm."""
     return torch.ones_like(upper.weights(policy.bounds))
 
 
@@ -88,7 +87,6 @@ def nothing(*_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def watch_nothing(*_: Any, **__: Any) -> Iterator[None]:
-    """Stands for a context that watches nothing."""
     yield
 
 
@@ -113,7 +111,6 @@ class Release:
 
 
 def stack(items: Sequence[Record]) -> dict[str, torch.Tensor]:
-    """Each field of the records, stacked."""
     return {key: torch.stack([torch.as_tensor(item[key]) for item in items]) for key in items[0]}
 
 
@@ -144,7 +141,6 @@ class Task:
 
 
 def flatten(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """All numbers of a release's sums, float64."""
     return torch.cat([total.double().flatten() for total in sums.values()])
 
 
@@ -165,7 +161,6 @@ def unless(held: bool) -> float:
 
 
 def records(count: int = 8, size: float = 1.0, seed: int = 0) -> list[Record]:
-    """Features and a class each."""
     generator = torch.Generator().manual_seed(seed)
     return [{"x": size * torch.randn(FEATURES, generator=generator), "labels": i % CLASSES} for i in range(count)]
 
@@ -176,7 +171,6 @@ def outlier(size: float) -> Record:
 
 
 def constant(value: float, label: int = 0) -> Record:
-    """A record of one value."""
     return {"x": torch.full((FEATURES,), value), "labels": label}
 
 
@@ -203,15 +197,12 @@ class Net(Model):
     parts = {"first": lambda: nn.Linear(FEATURES, 16), "second": lambda: nn.Linear(16, CLASSES)}
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
-        """What enters the first layer."""
         return x
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What enters the second."""
         return hidden
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
-        """The mean loss of a batch, and its logits."""
         logits = self.second(self.between(torch.tanh(self.first(self.before(x)))))
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
@@ -237,7 +228,6 @@ class Scores(Model):
     parts = {"first": lambda: nn.Linear(FEATURES, 16), "second": lambda: nn.Linear(16, 8)}
 
     def forward(self, x: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:
-        """Scores of each row."""
         return self.second(torch.tanh(self.first(x)))
 
 
@@ -247,12 +237,10 @@ class Words(Model):
     parts = {"table": lambda: nn.Embedding(50, 16), "head": lambda: nn.Linear(16, 50)}
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: torch.Tensor) -> Any:
-        """The mean loss of a batch."""
         logits = self.head(self.between(input_ids, self.table(input_ids)))
         return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
 
     def between(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """What the head reads."""
         return hidden
 
 
@@ -262,7 +250,6 @@ class Classes(Words):
     parts = {"table": lambda: nn.Embedding(50, 8), "head": lambda: nn.Linear(8, CLASSES)}
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: torch.Tensor) -> Any:
-        """The mean loss of a batch."""
         hidden = self.between(input_ids, self.table(input_ids).mean(1))
         return {"loss": F.cross_entropy(self.head(hidden), labels)}
 
@@ -271,12 +258,10 @@ class Tagger(Words):
     """Scores of each token, for the user's own loss."""
 
     def forward(self, input_ids: torch.Tensor, labels: Any = None, **_: torch.Tensor) -> Any:
-        """Scores ``[rows, tokens, 50]``."""
         return self.head(torch.tanh(self.table(input_ids)))
 
 
 def gpt2(dropout: float = 0.0, positions: int = 64) -> Any:
-    """A small stock GPT-2."""
     import transformers
 
     torch.manual_seed(0)
@@ -290,7 +275,6 @@ RARE: Record = {"input_ids": torch.full((5,), 49), "labels": 0}
 
 
 def tokens(count: int, lengths: Sequence[int], vocabulary: int = 50, seed: int = 0) -> list[Record]:
-    """Token ids of these lengths in turn."""
     generator = torch.Generator().manual_seed(seed)
     return [
         {"input_ids": torch.randint(3, vocabulary, (lengths[i % len(lengths)],), generator=generator)}
@@ -319,7 +303,6 @@ def padded(items: Sequence[Record], *, left: bool = False) -> dict[str, torch.Te
 
 
 def left_padded(items: Sequence[Record]) -> dict[str, torch.Tensor]:
-    """The same, padded on the left."""
     return padded(items, left=True)
 
 

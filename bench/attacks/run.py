@@ -53,7 +53,6 @@ def is_held(outcome: Mapping[str, Any]) -> bool:
 
 
 def measure(only: str | None = None) -> Iterator[dict[str, Any]]:
-    """A row for each attack: its kind, what it shows, and what came of it."""
     for name, attack in ATTACKS.items():
         if not only or only in name:
             yield {"attack": name, "kind": attack.kind, "shows": attack.shows, **run(attack)}
@@ -67,7 +66,6 @@ def merged(path: Path | None, rows: Sequence[dict[str, Any]]) -> list[dict[str, 
 
 
 def cell(row: Mapping[str, Any]) -> str:
-    """One outcome in a few characters."""
     if "moved" not in row:
         return str(row["verdict"])
     value = float(row["moved"])
@@ -75,7 +73,6 @@ def cell(row: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The tables in Markdown: one line for each class, and one for each attack."""
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
     classes = []
     for kind, own in by_kind.items():

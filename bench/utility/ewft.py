@@ -112,7 +112,6 @@ class Bench:
         return {"model": model, **parts}
 
     def run(self, row: suite.Row) -> suite.Row:
-        """Train and evaluate one setting."""
         parts = self.parts(row["seed"])
         state = {name: value.clone() for name, value in parts["model"].state_dict().items()}
         torch.manual_seed(row["seed"])

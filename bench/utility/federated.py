@@ -69,7 +69,6 @@ class Bench:
                 write_rows(self.folder / f"{data}.{part}.jsonl", ({"text": text} for text in texts))
 
     def config(self, row: suite.Row, output: Path) -> FederatedConfig:
-        """The settings of a row's run."""
         return FederatedConfig(
             model=str(self.model),
             train=str(self.folder / f"{row['data']}.train.jsonl"),

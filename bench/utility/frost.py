@@ -140,7 +140,6 @@ class Bench:
         return suite.without_dropout(model)
 
     def method(self, row: suite.Row) -> Method:
-        """The method of a row."""
         form, size = row["form"], self.size
         if form == "non-private":
             return fastdp.NonPrivate()
@@ -175,7 +174,6 @@ class Bench:
         )
 
     def run(self, row: suite.Row) -> suite.Row:
-        """Select, train and evaluate once."""
         model = self.model(row["form"], row["seed"])
         names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         run = self.start(model, row)

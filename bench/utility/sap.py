@@ -115,7 +115,6 @@ class Bench:
         return tokenizer, model, train, held_out, counts
 
     def run(self, row: suite.Row) -> suite.Row:
-        """One row of a figure."""
         return self.figure_2(row) if row["part"] == "figure 2" else self.figure_4(row)
 
     def figure_2(self, row: suite.Row) -> suite.Row:

@@ -33,12 +33,10 @@ class Table:
             self.rows = json.loads(path.read_text())["figures"]
 
     def has(self, setting: Row) -> bool:
-        """Whether the row of this setting was measured."""
         wanted = json.loads(json.dumps(setting)).items()
         return any(all(row.get(key) == value for key, value in wanted) for row in self.rows)
 
     def add(self, row: Row) -> None:
-        """Keep a row, on disk too."""
         self.rows.append(row)
         record.write(self.path, self.rows)
 
@@ -111,7 +109,6 @@ def device() -> torch.device:
 
 
 def placed(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The batch on that device."""
     return {key: value.to(device()) for key, value in batch.items()}
 
 

@@ -24,11 +24,9 @@ class Texts:
     labels: Tensor
 
     def with_ids(self, ids: Tensor) -> Texts:
-        """The same texts with other tokens."""
         return replace(self, ids=ids)
 
     def to(self, device: torch.device) -> Texts:
-        """The same texts on a device."""
         return Texts(self.ids.to(device), self.mask.to(device), self.labels.to(device))
 
 
@@ -57,13 +55,11 @@ def read_public(path: Path, tokenizer: Any, length: int, count: int) -> Texts:
 
 
 def encode(texts: list[Any], tokenizer: Any, length: int, labels: list[int]) -> Texts:
-    """Texts, or pairs of texts, cut and padded to ``length``."""
     made = tokenizer(texts, truncation=True, padding="max_length", max_length=length, return_tensors="pt")
     return Texts(made["input_ids"], made["attention_mask"], torch.tensor(labels))
 
 
 def load(model: Path, seed: int) -> nn.Module:
-    """A two-class model with a new head."""
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(seed)
