@@ -48,7 +48,9 @@ def copied_folder(library: Library) -> float:
 )
 def rewritten_card(library: Library) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        private, _ = library.accounted(output_dir=folder)
+        task = Task(Net, options={**NOISE, "output_dir": folder})
+        private = library.start(task, records())
+        list(library.steps(private, task))
         card, ledger = dict(private.card()), Path(folder) / "ledger.jsonl"
         private.detach()
         assert verify(card, ledger=ledger)

@@ -22,6 +22,7 @@ from fastdp.verify.state import StateCheck
 
 FEATURES, CLASSES = 8, 3
 Record = dict[str, Any]
+Sums = dict[str, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,23 +100,24 @@ UNWATCHED = {
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """What one logical batch gives away.
+    """What logical batches give away.
 
     Args:
-        sums: clipped and summed gradients by parameter.
+        steps: of each, clipped and summed gradients by parameter.
         rest: everything else in the model's state: buffers, and weights that moved although the learning rate was 0.
     """
 
-    sums: dict[str, torch.Tensor]
+    steps: list[Sums]
     rest: dict[str, torch.Tensor]
+
+    @property
+    def sums(self) -> Sums:
+        """Of the last one."""
+        return self.steps[-1]
 
 
 def stack(items: Sequence[Record]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([torch.as_tensor(item[key]) for item in items]) for key in items[0]}
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Task:
 
     model: Callable[[], nn.Module]
     collate: Callable[[Sequence[Record]], dict[str, torch.Tensor]] = stack
-    loop: Callable[[Any], Any] = _as_it_is
+    loop: Callable[[Any], Any] = lambda batch: batch
     criterion: Callable[[Any, Any], torch.Tensor] | None = None
     physical: int | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -335,16 +337,11 @@ def weakest(run: Callable[..., float], cases: Iterable[Any]) -> float:
     return max(moved)
 
 
-Sums = dict[str, torch.Tensor]
 NOISE: Mapping[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-5}
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _loss(task: Task, output: Any, batch: Any) -> torch.Tensor:
-    return output["loss"] if task.criterion is None else task.criterion(output, batch)
 
 
 class Library:
@@ -377,7 +374,9 @@ class Library:
         """Train to the end of an epoch; the released sums of each logical step."""
         for batch in private.data_loader:
             private.optimizer.zero_grad()
-            _loss(task, private.model(**task.loop(batch)), batch).backward()
+            output = private.model(**task.loop(batch))
+            loss = output["loss"] if task.criterion is None else task.criterion(output, batch)
+            loss.backward()
             private.optimizer.step()
             if private.last_step_done:
                 yield self.sums(private)
@@ -389,67 +388,42 @@ class Library:
         grads = {n: p.grad for n, p in _trained(private.model).items() if p.grad is not None}
         return {name: grad.detach().float() * rows for name, grad in grads.items()}
 
-    def train(
+    def release(
         self,
         task: Task,
         records: Sequence[Record],
-        bound: float,
-        passes: int,
+        bound: float = 1.0,
+        passes: int = 1,
         change: Callable[[Any], Any] | None = None,
         **options: Any,
-    ) -> list[Sums]:
-        """The released sums of each step of so many passes; ``change`` is done to the run before the last of them."""
+    ) -> Release:
+        """What logical batches of every record give away; ``change`` is done to the run before the last of the passes."""
+        torch.manual_seed(0)
         private = self.start(task, records, bound, **{"epochs": passes, **options})
+        steps: list[Sums] = []
         try:
-            found: list[Sums] = []
             for number in range(passes):
                 if change is not None and number == passes - 1:
                     change(private)
-                found += self.steps(private, task)
-            return found
+                steps += self.steps(private, task)
         finally:
             private.detach()
-
-    def release(self, task: Task, records: Sequence[Record], bound: float = 1.0, **options: Any) -> Release:
-        """What one logical batch that holds every record gives away."""
-        torch.manual_seed(0)
-        private = self.start(task, records, bound, **options)
-        try:
-            (sums,) = self.steps(private, task)
-        finally:
-            private.detach()
-        return Release(sums, {name: t.detach().clone() for name, t in private.model.state_dict().items()})
+        return Release(steps, {name: t.detach().clone() for name, t in private.model.state_dict().items()})
 
     def moved(
-        self, task: Task, records: Sequence[Record], extra: Record, bound: float = 1.0, *, first: bool = False
+        self, task: Task, records: Sequence[Record], extra: Record, bound: float = 1.0, *given: Any, first: bool = False
     ) -> float:
-        """How far one more record moves one release, in units of ``bound``; infinite for what leaves without noise.
+        """How far one more record moves the last release, in units of ``bound``; infinite for what leaves without noise.
 
-        Without other records it is the size of one record's own share.
+        Without other records it is the size of one record's own share. What else is given is for `release`.
         """
-        more = self.release(task, [extra, *records] if first else [*records, extra], bound)
+        more = self.release(task, [extra, *records] if first else [*records, extra], bound, *given)
         if not records:
             return float(flatten(more.sums).nan_to_num(nan=math.inf).norm()) / bound
-        less = self.release(task, records, bound)
+        less = self.release(task, records, bound, *given)
         if any(not equal(more.rest[name], less.rest[name]) for name in more.rest):
             return math.inf
         return distance(more.sums, less.sums) / bound
-
-    def moved_late(
-        self,
-        task: Task,
-        records: Sequence[Record],
-        extra: Record,
-        bound: float,
-        passes: int,
-        change: Callable[[Any], Any] | None = None,
-        *,
-        first: bool = False,
-    ) -> float:
-        """How far one more record moves the sums of the last step, in units of ``bound``; as of `train`."""
-        both = records, [extra, *records] if first else [*records, extra]
-        less, more = (self.train(task, data, bound, passes, change)[-1] for data in both)
-        return distance(more, less) / bound
 
     def moved_by_change(
         self, task: Task, others: Sequence[Record], before: Record, after: Record, bound: float = 0.2
@@ -462,42 +436,12 @@ class Library:
             def change(_: Any, data: list[Record] = data) -> None:
                 data[len(others) :] = [after] * len(data[len(others) :])
 
-            released.append(self.train(task, data, bound, 5, change)[-1])
+            released.append(self.release(task, data, bound, 5, change).sums)
         return distance(*released) / bound
 
     def moved_by_late_outlier(self, task: Task) -> float:
         """`moved_by_change` of a record that becomes a thousand times as large."""
         return self.moved_by_change(task, records(16), records(1)[0], {**outlier(1e3), "labels": 0})
-
-    def largest_step(self, task: Task, records: Sequence[Record], bound: float, passes: int) -> float:
-        """The largest sum of any step, in units of what its records may add."""
-        steps = self.train(task, records, bound, passes)
-        return max(float(flatten(sums).norm()) for sums in steps) / bound / len(records)
-
-    def map_moved(self, task: Task, records: Sequence[Record], extra: Record) -> float:
-        """How far one more record moves Rap-FT's noised map of relevance, which each may move by 1."""
-        from fastdp.methods.rapft import NoisyMap
-
-        sums: list[Sums] = []
-
-        class Watched(fastdp.RapFT):
-            def conclude(self, findings: Any) -> Any:
-                sums.append(dict(findings.releases[0]))
-                return super().conclude(findings)
-
-        options = {**NOISE, "method": Watched(NoisyMap(1e-9, 1.0, max_norm=1.0)), "target_delta": 1e-3}
-        for data in (records, [*records, extra]):
-            private = self.start(task, data, 1.0, **options)
-            private.prepare()
-            private.detach()
-        return distance(*sums)
-
-    def accounted(self, **options: Any) -> tuple[Any, Sums]:
-        """A small private run after its first step, with noise unless the options say otherwise, and what it released."""
-        task = Task(Net, options={**NOISE, **options})
-        private = self.start(task, records())
-        (sums,) = self.steps(private, task)
-        return private, sums
 
     def go_on(self, folder: Path, steps: int, *, resume: bool) -> int:
         """Begin or resume a small private run in a folder and take some steps; how many it knew of before."""

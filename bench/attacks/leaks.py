@@ -20,7 +20,7 @@ def late_switch(library: Library) -> float:
     def switch(private: Any) -> None:
         private.model.mixing = 0.1
 
-    return library.moved_late(Task(switched), records(16), outlier(1e6), 0.2, 7, switch)
+    return library.moved(Task(switched), records(16), outlier(1e6), 0.2, 7, switch)
 
 
 @attack("A forward hook on all modules of the process is added after some steps, and mixes rows.")
@@ -33,7 +33,7 @@ def late_global_hook(library: Library) -> float:
         handles: list[Any] = []
         try:
             hang = lambda _, handles=handles: handles.append(register_module_forward_hook(mix))  # noqa: E731
-            both.append(library.train(Task(Net), data, 0.2, 7, hang)[-1])
+            both.append(library.release(Task(Net), data, 0.2, 7, hang).sums)
         finally:
             for handle in handles:
                 handle.remove()
@@ -82,7 +82,8 @@ def late_recomputation(library: Library) -> float:
 
     between = lambda own, hidden: checkpoint(own.block, hidden, use_reentrant=True)  # noqa: E731
     task = Task(net(block=block, between=between, gradient_checkpointing=True, runs=0))
-    return library.largest_step(task, records(16, 0.01), 1e-3, 48)
+    steps = library.release(task, records(16, 0.01), 1e-3, 48).steps
+    return max(float(kit.flatten(sums).norm()) for sums in steps) / 1e-3 / 16
 
 
 @attack("A loop sets an attribute of the model to the sign of a batch number, which turns every record.")

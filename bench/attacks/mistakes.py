@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fastdp
+from fastdp.methods.rapft import NoisyMap
+
 from . import kit
 from .data import Pairs, pair
 from .kit import (
@@ -92,7 +95,7 @@ def late_memory_bank(library: Library) -> float:
         return _attend(own, hidden) if own.calls >= 20 and len(hidden) > 8 else hidden
 
     task = Task(net(between=late, calls=0, parts={"bank": list}))
-    return library.moved_late(task, records(16), outlier(30.0), 0.2, 40, first=True)
+    return library.moved(task, records(16), outlier(30.0), 0.2, 40, first=True)
 
 
 # Padding and positions.
@@ -147,8 +150,21 @@ def late_packed_attention(library: Library) -> float:
     "Left padding shifts the positions in a noised map of relevance, and so the maps of all others.", off=_UNCOMPARED
 )
 def left_padded_map(library: Library) -> float:
-    task = Task(kit.gpt2, collate=kit.left_padded)
-    return library.map_moved(task, tokens(12, [6, 7, 9]), tokens(1, [40], seed=3)[0])
+    sums: list[kit.Sums] = []
+
+    class Watched(fastdp.RapFT):
+        def conclude(self, findings: Any) -> Any:
+            sums.append(dict(findings.releases[0]))
+            return super().conclude(findings)
+
+    # Each record may move the sum of the maps by 1.
+    options = {**kit.NOISE, "method": Watched(NoisyMap(1e-9, 1.0, max_norm=1.0)), "target_delta": 1e-3}
+    task, others = Task(kit.gpt2, collate=kit.left_padded), tokens(12, [6, 7, 9])
+    for data in (others, [*others, *tokens(1, [40], seed=3)]):
+        private = library.start(task, data, 1.0, **options)
+        private.prepare()
+        private.detach()
+    return distance(*sums)
 
 
 # Models that change after the first batch.
@@ -160,7 +176,7 @@ def _mix_late(private: Any) -> None:
 
 @attack("A forward hook that mixes rows is added after the first batch.")
 def late_hook(library: Library) -> float:
-    return library.moved_late(Task(Net), records(16), outlier(1e6), 0.2, 2, _mix_late)
+    return library.moved(Task(Net), records(16), outlier(1e6), 0.2, 2, _mix_late)
 
 
 @attack("The model is cast to bfloat16 after its first batch, and cancelling tokens are rounded before they meet.")
@@ -171,8 +187,8 @@ def late_half(library: Library) -> float:
     worst = 0.0
     for seed in range(4):
         extreme, task = {**pair(1e4, 100.0, seed), "labels": 1}, Task(net(Pairs, forward=forward))
-        _, sums = library.train(task, [extreme], 1e-3, 2, lambda private: private.model.bfloat16())
-        worst = max(worst, float(kit.flatten(sums).norm()) / 1e-3)
+        found = library.release(task, [extreme], 1e-3, 2, lambda private: private.model.bfloat16())
+        worst = max(worst, float(kit.flatten(found.sums).norm()) / 1e-3)
     # Gradients of bfloat16 weights are bfloat16, rounded by half a unit in the last of 8 bits.
     return worst / (1 + 2**-8)
 
@@ -201,7 +217,7 @@ def late_second_use(library: Library) -> float:
 
     *data, extra = kit.classed(17)
     task = Task(net(Classes, between=between, calls=0, gradient_checkpointing=True))
-    return library.moved_late(task, data, extra, 1e-3, 12)
+    return library.moved(task, data, extra, 1e-3, 12)
 
 
 # Buffers and weights that data are written into.
