@@ -27,6 +27,9 @@ CASES = workloads.LARGE | {
     "llama-8b-qlora-checkpointed": dataclasses.replace(workloads.LARGE["llama-8b-lora-checkpointed"], four_bits=True),
     "bert-base-poisson": dataclasses.replace(workloads.LARGE["bert-base-full"], logical=256, batches=32),
 }
+#: What a row holds of a step, and of a private one over a plain one.
+_RATIOS = {"seconds": "seconds", "captured": "captured_seconds", "launches": "launches", "memory": "peak_bytes"}
+_FIGURES = ("backward_passes", "microbatches", *_RATIOS.values(), "bytes", "operations")
 #: Logical batches that a case's figures are means of, where they are drawn by Poisson sampling.
 _DRAWS = 8
 #: What a run says of padding its microbatches.
@@ -69,25 +72,11 @@ def measure(name: str, gpu: str, noise_rounds: int = 20, two_pass: bool | None =
     for private in (False, True):
         found = tally(case, priced, private=True, noise_rounds=noise_rounds, two_pass=two_pass) if private else base
         row = {"case": name, "gpu": priced.name, "simulated": True, "step": "private" if private else "plain"}
-        if private:
-            row["noise_rounds"] = noise_rounds
-        row |= {
-            "backward_passes": found.backward_passes,
-            "microbatches": found.microbatches,
-            "seconds": found.seconds,
-            "captured_seconds": found.captured_seconds,
-            "launches": found.launches,
-            "peak_bytes": found.peak_bytes,
-            "first_peak_bytes": first_peak(case, priced, private=private),
-            "bytes": found.bytes,
-            "operations": found.operations,
-            "ratio_seconds": found.seconds / base.seconds,
-            "ratio_captured": found.captured_seconds / base.captured_seconds,
-            "ratio_launches": found.launches / base.launches,
-            "ratio_memory": found.peak_bytes / base.peak_bytes,
-            "dearest": {key: value / 1e9 for key, value in found.spent.most_common(6)},
-        }
-        rows.append(row)
+        row |= {"noise_rounds": noise_rounds} if private else {}
+        row |= {figure: getattr(found, figure) for figure in _FIGURES}
+        row["first_peak_bytes"] = first_peak(case, priced, private=private)
+        row |= {f"ratio_{key}": getattr(found, figure) / getattr(base, figure) for key, figure in _RATIOS.items()}
+        rows.append(row | {"dearest": {key: value / 1e9 for key, value in found.spent.most_common(6)}})
     return rows
 
 

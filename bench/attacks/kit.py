@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import traceback
 import unittest.mock
@@ -304,8 +305,7 @@ def padded(items: Sequence[Record], *, left: bool = False) -> dict[str, torch.Te
     }
 
 
-def left_padded(items: Sequence[Record]) -> dict[str, torch.Tensor]:
-    return padded(items, left=True)
+left_padded = functools.partial(padded, left=True)
 
 
 def packed(items: Sequence[Record]) -> dict[str, torch.Tensor]:

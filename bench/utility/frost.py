@@ -181,8 +181,9 @@ class Bench:
         run.prepare()
         selection = time.perf_counter() - begin
         training = suite.train(run)
+        rows, device = self.held_out, suite.device()
         found: suite.Row = {
-            "accuracy": self._accuracy(model, self.held_out),
+            "accuracy": tops.accuracy(model, rows.hidden.float().to(device), rows.texts.to(device)),
             "true_epsilon": suite.spent_epsilon(run, self.delta),
             "noise_multiplier": run.noise_multiplier,
             "used_learning_rate": LEARNING_RATES[row["form"]],
@@ -195,15 +196,6 @@ class Bench:
             found["selected"] = run.method.chosen(names, run.outcome)
         run.detach()
         return found
-
-    @torch.no_grad()
-    def _accuracy(self, model: torch.nn.Module, rows: Rows) -> float:
-        model.eval()
-        right = 0
-        for indices in torch.arange(len(rows)).split(64):
-            batch = suite.placed(rows.collate(indices.tolist()))
-            right += int((model(**batch).logits.argmax(1) == batch["labels"]).sum())
-        return right / len(rows)
 
 
 def settings(bench: Bench, seeds: int) -> Iterator[suite.Row]:
