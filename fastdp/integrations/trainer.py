@@ -197,7 +197,6 @@ class PrivateTraining(_TrainerBase):
         "auto_find_batch_size": (False, "the accountant needs the batch size before training"),
         "fsdp": ([], "call fully_shard on the model and give it to make_private, in a loop of your own"),
         "deepspeed": (None, "it takes gradients out of the backward pass before they are clipped"),
-        "torch_compile": (False, "the engine reads the model as it runs"),
         "push_to_hub": (
             False,
             "it uploads the ledger and the log too; call push_to_hub() on the trainer after training",
