@@ -18,7 +18,7 @@ from fastdp.engine.errors import SelfCheckError
 from tests.cases import cases
 from tests.engine.models import build
 from tests.engine.runs import PRIVATE, loader, logical_step, start
-from tests.loops import trained
+from tests.loops import train_epoch, trained
 
 
 def epoch(private: Any, most: int | None = None) -> None:
@@ -74,11 +74,8 @@ def test_batches_that_check_the_loop_are_no_releases() -> None:
         private.detach()
     # What was refused has said so.
     private = start(nn.Linear(5, 3), loader(), loss_reduction="mean", **PRIVATE)
-    with warnings.catch_warnings(), pytest.raises(SelfCheckError):
-        warnings.simplefilter("error")
-        for batch in private.data_loader:
-            private.model(batch["x"]).mean(0).softmax(0)[0].backward()
-            private.optimizer.step()
+    with pytest.raises(SelfCheckError):
+        train_epoch(private, lambda model, batch: model(batch["x"]).mean(0).softmax(0)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         private.detach()
