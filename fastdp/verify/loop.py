@@ -204,7 +204,7 @@ class LoopCheck:
         differ = alike and self._differ(found, together, other)
         # With the other loss_reduction, gradients grow by the ratio of rows, whatever was drawn alike.
         growth = (together.rows / found.rows) ** (1 if self._passes.loss_reduction == "mean" else -1)
-        grown = found._replace(values=found.values * growth, every=found.every * growth)
+        grown = _Outcome(found.rows, found.values * growth, found.start, found.draws, found.every * growth)
         if differ and growth != 1 and not (self._passes.returns_loss or self._differ(grown, together, other)):
             self._refuse(_REDUCTION)
         if not alike or (other != "beside" and (self._collator_draws or found.draws or together.draws)):
