@@ -247,7 +247,7 @@ class LoopCheck:
     def _refuse(self, form: str = "") -> None:
         self.begun = False  # A loop that goes on after this is verified again.
         how = "alone than in its batch" if self._suspect == "alone" else "beside other examples"
-        own = {"mean": "sum"}.get(self._passes.loss_reduction, "mean")
+        own = "sum" if self._passes.loss_reduction == "mean" else "mean"
         why = next(iter(self._divisors), f"An example has another gradient {how}")
         form = form or (_TERMS if self.mixes else _INPUTS if self._passes.returns_loss else _GRADIENT)
         raise SelfCheckError(form.format(how=how, why=why, own=own))
