@@ -11,6 +11,7 @@ import functools
 import os
 import random
 import struct
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -78,14 +79,17 @@ def _restored(devices: Sequence[int]) -> Iterator[None]:
     state, own = random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
     generators = [torch.default_generator, *(_gpu_generators()[index] for index in devices)]
     states = [generator.get_state() for generator in generators]
+    # A loop that leaves its iterator open ends it with the interpreter, where nothing draws any more and modules are gone.
+    finalizing = sys.is_finalizing
     numpy.random.set_bit_generator(numpy.random.MT19937() if own is _spare() else _spare())  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for generator, before in zip(generators, states):
-            generator.set_state(before)
-        random.setstate(state)
-        numpy.random.set_bit_generator(own)  # type: ignore[attr-defined]
+        if not finalizing():
+            for generator, before in zip(generators, states):
+                generator.set_state(before)
+            random.setstate(state)
+            numpy.random.set_bit_generator(own)  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -247,17 +247,17 @@ class Passes:
         Each comes with the tensor to differentiate: itself or, of a loss with ``terms``, the losses of its units.
         """
         in_front = None if self.trace is None else self.trace.outputs.in_front
-        own, found = find_loss(output) if losses else None, []
+        own, found = find_loss(output) if losses else None, {}
         for path, t in leaves(output):
-            if not t.requires_grad or type(t) in (Logits, torch.nn.Parameter):
+            if t in found or not t.requires_grad or type(t) in (Logits, torch.nn.Parameter):
                 continue
             if t.dim() and t.shape[0] == rows and (in_front is None or in_front.get(path) == t.dim()):
-                found.append((t, t))
+                found[t] = t
             elif losses and not t.dim() and t is not own:
                 # A temperature, say, is no row's.
                 with suppress(UnsupportedUse):
-                    found.append((t, t if terms is None else combine(t, terms, self.divided, verify=False)))
-        return found
+                    found[t] = t if terms is None else combine(t, terms, self.divided, verify=False)
+        return [*found.items()]
 
     def check_starts(
         self, output: Any, rows: int, losses: torch.Tensor | None, terms: LossTerms | None = None, scale: float = 1.0

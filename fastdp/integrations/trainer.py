@@ -194,16 +194,18 @@ class PrivateTraining(_TrainerBase):
             "set per_device_train_batch_size to the logical batch and bound memory by privacy.max_physical_batch_size",
         ),
         "fp16": (False, "small gradients vanish in float16; use bf16"),
-        "auto_find_batch_size": (False, "the accountant needs the batch size before training"),
+        "auto_find_batch_size": (
+            False,
+            "set per_device_train_batch_size, and bound memory by privacy.max_physical_batch_size",
+        ),
         "fsdp": ([], "call fully_shard on the model and give it to make_private, in a loop of your own"),
-        "deepspeed": (None, "it takes gradients out of the backward pass before they are clipped"),
-        "torch_compile": (False, "the engine reads the model as it runs"),
+        "deepspeed": (None, "leave it out, as it takes gradients before they are clipped"),
         "push_to_hub": (
             False,
             "it uploads the ledger and the log too; call push_to_hub() on the trainer after training",
         ),
-        "neftune_noise_alpha": (None, "its noise on the embeddings depends on how long the batch's rows are padded"),
-        "include_num_input_tokens_seen": ("no", "how many tokens the drawn examples have is private"),
+        "neftune_noise_alpha": (None, "leave it out, as its noise depends on how long the batch's rows are padded"),
+        "include_num_input_tokens_seen": ("no", "leave it out, as the number of tokens drawn is private"),
     }
 
     def _check_arguments(self, arguments: TrainingArguments, kwargs: dict[str, Any]) -> None:

@@ -39,6 +39,8 @@ def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             pass_through(model)
             model = model.module
+        elif isinstance(model, torch.nn.DataParallel) and len(model.device_ids) < 2:
+            model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
             warnings.warn(
                 "the model was compiled as a whole: private steps run without the compiler, and evaluation stays compiled",

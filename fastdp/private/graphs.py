@@ -14,6 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -176,7 +177,7 @@ class Graphs:
                 self._run_again(call, ticket, random, upstream)
 
         waiting.replay = differentiate
-        output = map_tensors(graph.output, detached if self._force else copied_output)
+        output = map_tensors(graph.output, cache(detached if self._force else copied_output))
         beside = {id(t): t for t, _ in self._passes.beside_loss(output, ticket.rows, losses=False)}
         return waiting.replace_loss(output, graph.loss, beside), waiting
 

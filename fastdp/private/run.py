@@ -102,7 +102,7 @@ class Private:
         stages.holder = self
         self._loaded_mode = LoadedMode(self.model)
         #: What is said where the run ends early.
-        self.ending = Ending(self.ledger, counts=self.plan.sigma > 0 and self.ranks.leads)
+        self.ending = Ending(self.ledger, data_loader.tickets, counts=self.plan.sigma > 0 and self.ranks.leads)
         self._collected = weakref.finalize(self, self.ending)
         data_loader.owner = RunOwner(stages, self._begin_iteration, self._include_unfrozen)
         data_loader.most_tokens = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
@@ -207,6 +207,7 @@ class Private:
         return {"recorded": recorded, "eager": self._engine.backwards - recorded}
 
     def _begin_iteration(self) -> None:
+        self.ending.begun = True
         self._loaded_mode.end(train=True)
         if self.installed is not None:
             # In evaluation mode a call is the model's own.

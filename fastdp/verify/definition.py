@@ -278,8 +278,7 @@ def check_packed(passes: Passes, call: Call, ticket: Ticket) -> None:
 def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int]) -> None:
     """Verify the one-example route: a row has the loss of ``collate([example])``, again after others, and in a pair.
 
-    Raises what the model raises on one row, `SelfCheckError` if padding matters, or the model keeps state or scores rows
-    against each other.
+    Raises what the model raises on one row; `SelfCheckError` for padding that matters, state, and rows scored against others.
     """
     probe, tolerance = Probe(passes, call, ticket), rounding(passes.model)
     calls = _Calls.of(probe, rows)
@@ -321,13 +320,16 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
 def check_mixed_derivative(probe: Probe, call: Call) -> None:
     """Verify that the gradient at one row's inputs does not depend on another row's.
 
-    Raises `SelfCheckError` if it does. Counts of tokens, by which a loss divides, have no derivative. Nothing is decided for a
-    model without a second derivative, or without inputs that have one.
+    Raises `SelfCheckError` if it does. Counts of tokens, by which a loss divides, have no derivative, and masks beside numbers
+    are left out. Nothing is decided for a model without a second derivative, or without inputs that have one.
     """
     passes, last = probe.passes, probe.ticket.rows - 1
     # A deviation of two rows is linear in each.
     rows = sorted({0, last // 2, last})
-    inputs = InputGradients(probe.rows(rows, call), probe.carriers, len(rows))
+    batch = probe.rows(rows, call)
+    floats = {path: t for path, t in leaves(batch) if path in probe.carriers and t.is_floating_point()}
+    masks = {path for path, t in floats.items() if bool(((t == 0) | (t == 1)).all())}
+    inputs = InputGradients(batch, probe.carriers - (masks if len(masks) < len(floats) else set()), len(rows))
     with preserve_rng(passes.model), torch.enable_grad(), DropoutDisabled(), sdpa_kernel(SDPBackend.MATH):
         try:
             with inputs:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastdp.calls.batches import Call, map_tensors, row_of
+from fastdp.calls.batches import Call, as_long_as, map_tensors, row_of, take_rows
 from fastdp.calls.collation import Collation, ProbeBatch
 from fastdp.calls.modes import rounding
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seed_everything, seeded
@@ -43,16 +43,13 @@ _REDUCTION = "The loop's loss is the {own} over rows. Pass loss_reduction='{own}
 
 
 class _Outcome(NamedTuple):
-    """The example's inputs or gradient in one probe batch, the random state before it, and whether the loop drew more.
-
-    ``every`` has what arrives at the outputs of each row, ``[rows, k]``.
-    """
+    """The example's inputs or gradient in one probe batch, the random state before it, and whether the loop drew more."""
 
     rows: int
     values: torch.Tensor
     start: tuple[bytes, ...]
     draws: bool
-    every: torch.Tensor
+    every: torch.Tensor  # what arrives at the outputs of each row, [rows, k]
 
 
 class LoopCheck:
@@ -90,7 +87,7 @@ class LoopCheck:
         self._suspect, self._transforms = "", False
         self._seen: dict[tuple[str, int], _Outcome] = {}
         self._repeated: list[_Outcome] = []
-        self.waiting = len(self._due)
+        self.waiting, self._most = len(self._due), max((len(probe.items) for probe in self._due), default=0)
         # Row 0 of the third batch is the example, collated with others.
         self._collator_draws = len(self._due) > 2 and any(self._due[2].source.draws(0))
 
@@ -117,12 +114,20 @@ class LoopCheck:
             # Draws of other shapes may leave the same state, and what a loop draws for another example looks like this one's.
             self._row, self._draws = row_of(call, ticket.rows, self._subject, probe.row), probe.drew()
             self._state_before = *probe.rng_state(passes.model), repr(self._row * self._draws).encode()
-        layout = ticket.layout(passes.device)
+        given, layout, own = call, ticket.layout(passes.device), ticket
+        if probe.role == "alone" and not passes.returns_loss and passes.trace is not None and passes.trace.draws:
+            # Among as many rows as together, the model draws the same for it.
+            rows = torch.arange(self._most)
+            given = take_rows(call, rows % ticket.rows, as_long_as(call, ticket.rows))
+            own = replace(ticket, row_units=rows, weights=torch.ones(len(rows)))
         with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL, passes.model):
             before = rng_state(passes.model)
-            output, targets, loss, beside = passes.plain_rows(call, ticket, layout, torch.ones_like(layout.weights))
+            weights = torch.ones(len(own.weights), device=passes.device)
+            output, targets, loss, beside = passes.plain_rows(given, own, own.layout(passes.device), weights)
             self._draws |= rng_state(passes.model) != before
         snapshot.restore()
+        if own is not ticket:
+            output = map_tensors(output, lambda t: t[: ticket.rows] if t.dim() and t.shape[0] == own.rows else t)
         if again:
             # Without dropout both passes may give the same, which would hide a term of their difference.
             targets, loss, beside = map_tensors((targets, loss, beside), _scale_entries)
@@ -195,15 +200,16 @@ class LoopCheck:
         if found is None or together is None:
             return
         given = torch.cat([(own.every if other == "fewer" else own.values).flatten() for own in (found, together)])
-        unlike = found.start != together.start or not given.isfinite().all()
-        if unlike or (other != "beside" and (self._collator_draws or found.draws or together.draws)):
+        alike = found.start == together.start and bool(given.isfinite().all())
+        differ = alike and self._differ(found, together, other)
+        # With the other loss_reduction, gradients grow by the ratio of rows, whatever was drawn alike.
+        growth = (together.rows / found.rows) ** (1 if self._passes.loss_reduction == "mean" else -1)
+        grown = _Outcome(found.rows, found.values * growth, found.start, found.draws, found.every * growth)
+        if differ and growth != 1 and not (self._passes.returns_loss or self._differ(grown, together, other)):
+            self._refuse(_REDUCTION)
+        if not alike or (other != "beside" and (self._collator_draws or found.draws or together.draws)):
             self.undecided = True
-        elif self._differ(found, together, other):
-            # With the other loss_reduction, gradients grow by the ratio of rows.
-            growth = (together.rows / found.rows) ** (1 if self._passes.loss_reduction == "mean" else -1)
-            grown = _Outcome(found.rows, found.values * growth, found.start, found.draws, found.every * growth)
-            if growth != 1 and not (self._passes.returns_loss or self._differ(grown, together, other)):
-                self._refuse(_REDUCTION)
+        elif differ:
             # A memory of rows lasts longer behind batches of two: companions of the same number tell more.
             first = not self._suspect or (other == "beside" != self._suspect)
             if first and self._repeatable:
@@ -227,15 +233,13 @@ class LoopCheck:
             least = self._tolerance(self._suspect) * values.norm(dim=1).max()
             # What comes exactly again behind the same batches does not drift: these are the places of (+, -), and of (-, +).
             one, two = values[[1, 4, 7]], values[[3, 5]]
-            again = (
-                max(float((own - own[0]).norm(dim=1).max()) for own in (one, two)) <= least < (one[0] - two[0]).norm()
-            )
+            spread = max(float((own - own[0]).norm(dim=1).max()) for own in (one, two))
+            again = spread <= least < (one[0] - two[0]).norm()
             mixes = same and bool(2 * effect.norm() > torch.maximum(moves, least) or again)
         else:
             # The first is left out: a loop that keeps state of the batch before still has that of other examples in it.
-            mixes = same and not any(
-                self._differ(*pair, self._suspect) for pair in zip(self._repeated[1:], self._repeated[2:])
-            )
+            pairs = zip(self._repeated[1:], self._repeated[2:])
+            mixes = same and not any(self._differ(*pair, self._suspect) for pair in pairs)
         if mixes:
             self._refuse()
         self.undecided = True
@@ -243,10 +247,10 @@ class LoopCheck:
     def _refuse(self, form: str = "") -> None:
         self.begun = False  # A loop that goes on after this is verified again.
         how = "alone than in its batch" if self._suspect == "alone" else "beside other examples"
-        own = self._passes.loss_reduction
+        own = "sum" if self._passes.loss_reduction == "mean" else "mean"
         why = next(iter(self._divisors), f"An example has another gradient {how}")
         form = form or (_TERMS if self.mixes else _INPUTS if self._passes.returns_loss else _GRADIENT)
-        raise SelfCheckError(form.format(how=how, why=why, own="sum" if own == "mean" else "mean"))
+        raise SelfCheckError(form.format(how=how, why=why, own=own))
 
     def _differ(self, one: _Outcome, two: _Outcome, role: str) -> bool:
         pairs = zip(*(self._compared(own, role) for own in (one, two)))

@@ -57,10 +57,7 @@ class StateCheck:
         self._buffers: _Buffers = {}
 
     def settle(self, *, written: bool = False) -> None:
-        """Take parameters and buffers as they are now for released, or for not yet trained.
-
-        ``written`` says that nothing but values changed since parameters were required to be settled.
-        """
+        """Take parameters and buffers for released, or not yet trained; ``written``: only values changed since the check."""
         self._restore_parameters()
         known = self._settled[::2] if written and self._alike else ()
         self._settled, self._buffers = self._parameters(*known), self._buffers if known else self._saved_buffers()
@@ -68,10 +65,7 @@ class StateCheck:
         self._alike = bool(known)
 
     def require_settled(self, trained: Mapping[str, torch.nn.Parameter] | None = None) -> None:
-        """Raise RuntimeError, naming it, if a trained parameter or saved buffer was written or replaced since `settle`.
-
-        So does a parameter that has come to be trained and is none of ``trained``.
-        """
+        """Raise RuntimeError for a trained parameter or buffer that was written since `settle`, or one not of ``trained``."""
         self.require_parameters(None if trained is None else trained.values())
         self._require_buffers(unreleased_change)
 

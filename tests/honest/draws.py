@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from . import kit
 from .custom import outside, text_case
-from .harness import ROWS, Case, program, register_all
+from .harness import ROWS, Case, program, register, register_all
 
 #: A number between 0 and 1 from each global generator, and from the data set's own.
 GENERATORS = {
@@ -234,6 +234,12 @@ ONE_LINE: dict[str, Any] = {
     ),
 }
 register_all(ONE_LINE, lambda build: build())
+register(
+    "variational_sum_unsaid",
+    lambda: Case(_vae(_latent), kit.numbers(), None, lambda m, b: _elbo(b[0], m(b[0]), "sum"), exact=False),
+    "refused: loss_reduction='sum'",
+    "gradients would grow with the batch, whatever the model draws",
+)
 
 
 @program()

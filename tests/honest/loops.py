@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import math
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -522,12 +523,13 @@ register(
 )
 
 
-def _compiled(in_place: bool) -> Case:
+def _wrapped(wrapper: Callable[[Any], Any], epochs: int | None = None) -> Case:
+    """A model in a wrapper, or compiled in place; in so many epochs, or as many batches as releases are paid for."""
+
     def loop(run: Run) -> None:
-        model = run.case.model
-        if in_place:
-            model.compile(backend="eager")
-        list(steps(*run.start(model if in_place else torch.compile(model, backend="eager")), crossentropy))
+        model, optimizer, loader = run.start(wrapper(run.case.model) or run.case.model)
+        batches = loader if epochs else itertools.islice(loader, len(loader))
+        list(steps(model, optimizer, batches, crossentropy))
 
     return Case(mlp(), numbers(), None, options=MEAN, loop=loop)
 
@@ -544,8 +546,16 @@ def _clamped() -> Case:
 
 
 register("weights_clamped_by_a_hook", _clamped)
-register("compiled_in_place", lambda: _compiled(True))
-register("compiled_before", lambda: _compiled(False))
+register_all(
+    {
+        "compiled_in_place": lambda model: model.compile(backend="eager"),
+        "compiled_before": lambda model: torch.compile(model, backend="eager"),
+        "copied_for_no_gpu": torch.nn.DataParallel,
+    },
+    lambda wrapper: _wrapped(wrapper, epochs=1),
+)
+#: Batches of weight 0 that check the loop are counted too: a warning says that releases are missing.
+register("counts_batches_of_a_loss_outside", lambda: _wrapped(lambda model: model))
 
 
 def _scaled(enabled: bool) -> Case:

@@ -224,6 +224,37 @@ BESIDE: dict[str, Callable[[Any, Any], torch.Tensor]] = {
 register_all(BESIDE, _beside, suffix="_beside_model_loss")
 
 
+def _named_twice(term: bool, body: Any = None) -> Case:
+    """A model that returns one tensor under two names beside its loss, as BLIP does, and a loop that may use one of them."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.body(x)
+        logits = self.head(hidden.relu())
+        return {"loss": F.cross_entropy(logits, y), "states": hidden, "embeds": hidden, "logits": logits}
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        found = model(*batch)
+        return found["loss"] + 0.1 * (found["embeds"].square().mean() + entropy(found["logits"])) * term
+
+    parts = {"body": body or nn.Linear(12, kit.WIDTH), "head": nn.Linear(kit.WIDTH, kit.CLASSES)}
+    return Case(kit.Wrapped(forward, **parts), kit.numbers(), None, loss)
+
+
+def _copied() -> nn.Module:
+    """A layer that computes with a copy of its matrix."""
+    forward = lambda self, x: x @ torch.empty(12, kit.WIDTH).to(x).copy_(self.matrix)  # noqa: E731
+    return kit.Wrapped(forward, matrix=nn.Parameter(0.1 * torch.randn(12, kit.WIDTH)))
+
+
+register_all({"alone": False, "in_a_term": True}, _named_twice, "outputs_named_twice_")
+register(
+    "outputs_named_twice_slow",
+    lambda: _named_twice(True, _copied()),
+    "one-example",
+    "a copy of the matrix is written in place",
+)
+
+
 @program()
 def model_loss_unused() -> Case:
     """Labels are passed to the model, and the loop computes a loss of its own."""

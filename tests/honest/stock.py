@@ -268,6 +268,26 @@ def image_autoencoder_mae() -> Case:
     return Case(hf.ViTMAEForPreTraining(config), rows, None, exact=False)
 
 
+@program("one-example", "the loss divides by a count of observed values over the batch")
+def time_series_with_gaps() -> Case:
+    """A forecaster whose masks are floats, as gluonts makes them."""
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "lags_sequence": [1, 2]}
+    config = hf.TimeSeriesTransformerConfig(prediction_length=2, context_length=6, num_time_features=1, **sizes)
+    model = hf.TimeSeriesTransformerForPrediction(config)
+    model.model.scaler.default_scale = 1.0
+    generator, rows = torch.Generator().manual_seed(0), []
+    for number in range(ROWS):
+        row = {}
+        for name, length in (("past", 8), ("future", 2)):
+            seen = torch.ones(length)
+            seen[0] = float(number % 2)
+            features = torch.rand(length, 1, generator=generator)
+            row |= {f"{name}_values": torch.rand(length, generator=generator), f"{name}_time_features": features}
+            row[f"{name}_observed_mask"] = seen
+        rows.append(row)
+    return Case(model, rows)
+
+
 @program()
 def mixture_of_many_experts() -> Case:
     return _mixture("Qwen3Moe", num_experts=8, moe_intermediate_size=8, **_HEAD_DIM)

@@ -62,6 +62,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "max_steps": {"max_steps": 4},
     "bfloat16_checkpointing": {"bf16": True, "gradient_checkpointing": True},
     "drop_last": {"dataloader_drop_last": True},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
 }
 register_all(ARGUMENTS, trainer, "trainer_")
 

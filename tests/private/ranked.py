@@ -362,13 +362,18 @@ def crashes(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 
 def unfinished(epochs: int) -> list[Any]:
-    """What a script still holds that made one epoch of so many."""
+    """What a script still holds that made one epoch of so many, and left another loop among the batches that check it."""
     model, optimizer, data = kept = list(small(epochs=epochs))
     for batch in data:
         model(**batch)["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    return kept
+    model, optimizer, data = small(noise_multiplier=0.0, target_delta=None, loss_reduction="mean")
+    batches = iter(data)
+    for batch in islice(batches, 3):
+        model(batch["x"])["logits"].square().mean().backward()
+        optimizer.step()
+    return [*kept, model, optimizer, batches]
 
 
 #: Moments of a release at which a rank is killed.

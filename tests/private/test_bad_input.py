@@ -215,6 +215,12 @@ def _several_times_a_step() -> None:
     start(model, optimizer=torch.optim.LBFGS(model.parameters()), **PRIVATE)
 
 
+def _on_two_devices() -> nn.Module:
+    model = nn.DataParallel(Classifier())
+    model.device_ids = [0, 1]
+    return model
+
+
 def _lazy() -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 3))
     start(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_reduction="mean", **PRIVATE)
@@ -225,7 +231,7 @@ def _lazy() -> None:
     [
         (lambda: start(_with(nn.BatchNorm1d(3))), "extra is a batch normalisation"),
         (lambda: start(_with(nn.Embedding(3, 2, max_norm=1.0))), "extra has max_norm"),
-        (lambda: start(nn.DataParallel(Classifier())), "bare model"),
+        (lambda: start(_on_two_devices()), "bare model"),
         (lambda: start(_with(type("AdaLoraLayer", (nn.Linear,), {})(3, 3))), "AdaLoRA chooses its ranks by gradients"),
         (lambda: start(_balanced()), "output_router_logits = False"),
         (lambda: start(_quantised()), "second.weight is quantised"),

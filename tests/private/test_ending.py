@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fastdp
+from fastdp.engine.errors import SelfCheckError
 from tests.cases import cases
 from tests.engine.models import build
 from tests.engine.runs import PRIVATE, loader, logical_step, start
-from tests.loops import trained
+from tests.loops import train_epoch, trained
 
 
 def epoch(private: Any, most: int | None = None) -> None:
@@ -57,6 +59,25 @@ def test_what_was_not_paid_for_not_begun_or_expected_is_not_missed(
             epoch(private)
         if expected:
             private.ending.expect()
+        private.detach()
+
+
+def test_batches_that_check_the_loop_are_no_releases() -> None:
+    private = start(nn.Linear(5, 3), loader(), loss_reduction="mean", **PRIVATE)
+    for step, batch in enumerate(private.data_loader, 1):
+        private.model(batch["x"]).square().mean().backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+        if step == len(private.data_loader):
+            break
+    with pytest.warns(UserWarning, match="0 of 6 releases paid for were made. Count steps by private.last_step_done"):
+        private.detach()
+    # What was refused has said so.
+    private = start(nn.Linear(5, 3), loader(), loss_reduction="mean", **PRIVATE)
+    with pytest.raises(SelfCheckError):
+        train_epoch(private, lambda model, batch: model(batch["x"]).mean(0).softmax(0)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         private.detach()
 
 

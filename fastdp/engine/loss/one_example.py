@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,11 +80,11 @@ def _of_row(arrived: torch.Tensor, row: int, top: torch.Tensor) -> torch.Tensor:
 def merged(outputs: list[Any]) -> Any:
     """One output for all rows: tensors of rows concatenated, and padded by 0 to the longest; everything else from the first."""
     columns = [list(tensors(output)) for output in outputs]
-    position = iter(range(len(columns[0])))
+    places = {t: place for place, t in enumerate(columns[0])}
 
+    @cache
     def merge(t: torch.Tensor) -> torch.Tensor:
-        index = next(position)
-        parts = [column[index] for column in columns]
+        parts = [column[places[t]] for column in columns]
         if isinstance(t, Logits):
             # Those of the first row alone are nobody's to read.
             t.source.close(lost=True)
