@@ -154,7 +154,7 @@ class Engine(Passes):
         joins = ticket.source is not None and ticket.token_units is None and self.route is None and not self.isolated
         self.joined |= joins and not self.weights.cut and ticket.source.joins_examples(given)
         if not (self.weights.cut or self.joined):
-            call = self.forwards.lists.encode(given, ticket.rows, ticket.source)
+            call = self.forwards.lists.encode(given, ticket.rows, ticket.source, inputs)
             inputs = inputs if call is given else leaves(call)
         if not self.joined and ticket.rows not in [t.shape[0] for _, t in inputs if t.dim()]:
             if again:
