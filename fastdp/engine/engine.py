@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -185,10 +185,12 @@ class Engine(Passes):
     @contextmanager
     def _one_pass(self) -> Iterator[None]:
         """A pass of a logical batch. Counters advance with the first alone: how many there are follows from the data."""
-        with self.chance(), gc_paused(), ExitStack() as end:
-            if self.begun and self.derived_buffers:
-                end.callback(BufferSnapshot(self.model).restore)
-            yield
+        with self.chance(), gc_paused():
+            restore = BufferSnapshot(self.model).restore if self.begun and self.derived_buffers else lambda: None
+            try:
+                yield
+            finally:
+                restore()
 
     def _checked_forward(self, call: Call, ticket: Ticket, inputs: Inputs, junction: Junction) -> Any:
         """The pass itself, after the checks of its batch, which drew the same random numbers."""
