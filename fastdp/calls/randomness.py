@@ -96,7 +96,8 @@ def _forget_others() -> None:
 def _spare() -> tuple[numpy.random.BitGenerator, numpy.ndarray]:
     """A bit generator of numpy, and its state where it lies: the words, and how many of them are used."""
     spare = numpy.random.MT19937()
-    words = numpy.frombuffer((ctypes.c_uint32 * (_WORDS + 1)).from_address(spare.ctypes.state_address), numpy.uint32)
+    held: Any = (ctypes.c_uint32 * (_WORDS + 1)).from_address(spare.ctypes.state_address)
+    words = numpy.frombuffer(held, numpy.uint32)
     known: Any = spare.state["state"]
     if [*words] != [*known["key"], known["pos"]]:
         raise RuntimeError(
