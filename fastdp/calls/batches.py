@@ -151,9 +151,12 @@ class RowLists:
         """Whether the latest call had lists, or several rows an example."""
         return bool(self._kinds) or self._count > 1
 
-    def encode(self, call: Call, rows: int, source: Any = None) -> Call:
-        """The call of so many rows, rows first and without such lists; ``source`` is the collation of its batch."""
-        held = leaves(call)
+    def encode(self, call: Call, rows: int, source: Any = None, held: Inputs | None = None) -> Call:
+        """The call of so many rows, rows first and without such lists.
+
+        ``source`` is the collation of its batch, ``held`` what is known to be its `leaves`.
+        """
+        held = leaves(call) if held is None else held
         nested = [path for path, _ in held if len(path) > 2]
         # Tensors of a list may be one each row.
         listed = bool(nested) and any(isinstance(path[-1], int) for path in nested)

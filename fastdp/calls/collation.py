@@ -401,8 +401,12 @@ def example_length(item: Any) -> int:
     if isinstance(item, torch.Tensor):
         return item.numel()
     if isinstance(item, (dict, Mapping)):
-        # A step asks this of each of its examples, most of whose fields are tensors.
-        return max([v.numel() if type(v) is torch.Tensor else example_length(v) for v in item.values()], default=0)
+        longest = 0
+        for field in item.values():
+            # A step asks this of each of its examples, most of whose fields are tensors.
+            length = field.numel() if type(field) is torch.Tensor else example_length(field)
+            longest = length if length > longest else longest
+        return longest
     if isinstance(item, (tuple, list)):
         plain = not item or isinstance(item[0], (int, float))
         return len(item) if plain else max(map(example_length, item))

@@ -7,6 +7,7 @@ A private run therefore draws from the operating system.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import random
@@ -44,7 +45,7 @@ def _gpu_generators() -> Sequence[torch.Generator]:
 @contextmanager
 def seeded(seed: int, *owners: Any) -> Iterator[None]:
     """Set every random state of the host, and those that ``owners`` hold, to this seed, and restore them afterwards."""
-    with _restored(()), HeldGenerators(*owners).at(seed):
+    with seed_from_os(), HeldGenerators(*owners).at(seed):
         seed_everything(seed)
         yield
 
@@ -59,30 +60,22 @@ def seed_everything(seed: int) -> None:
 @contextmanager
 def seed_from_os(devices: Sequence[int] = ()) -> Iterator[None]:
     """Seed every random state of the host and of these GPUs from the operating system, and restore them afterwards."""
-    with _restored(devices):
-        forget_seeds()
-        for index in devices:
-            _gpu_generators()[index].manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
-        yield
-
-
-def forget_seeds() -> None:
-    """Seed every random state of the host from the operating system, whatever the user's seed."""
-    torch.default_generator.set_state(_unknown_state())
-    random.seed(os.urandom(32))
-    numpy.random.seed(numpy.frombuffer(os.urandom(32), dtype=numpy.uint32))  # noqa: NPY002
-
-
-@contextmanager
-def _restored(devices: Sequence[int]) -> Iterator[None]:
-    # Numpy's bit generator is swapped: copying its state takes longer than a small layer.
-    state, own = random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+    state, own, (spare, words) = random.getstate(), numpy.random.get_bit_generator(), _spare()  # type: ignore[attr-defined]
     generators = [torch.default_generator, *(_gpu_generators()[index] for index in devices)]
     states = [generator.get_state() for generator in generators]
     # A loop that leaves its iterator open ends it with the interpreter, where nothing draws any more and modules are gone.
     finalizing = sys.is_finalizing
-    numpy.random.set_bit_generator(numpy.random.MT19937() if own is _spare() else _spare())  # type: ignore[attr-defined]
+    # Numpy's bit generator is swapped: copying its state, or seeding it, takes longer than a small layer.
+    if own is spare or words is None:
+        # A new one begins at numbers of the operating system too.
+        spare = numpy.random.MT19937()
+    else:
+        words[:_WORDS], words[_WORDS] = numpy.frombuffer(os.urandom(4 * _WORDS), numpy.uint32), _WORDS
+    numpy.random.set_bit_generator(spare)  # type: ignore[attr-defined]
     try:
+        _forget_others()
+        for index in devices:
+            _gpu_generators()[index].manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
         yield
     finally:
         if not finalizing():
@@ -92,9 +85,26 @@ def _restored(devices: Sequence[int]) -> Iterator[None]:
             numpy.random.set_bit_generator(own)  # type: ignore[attr-defined]
 
 
+def forget_seeds() -> None:
+    """Seed every random state of the host from the operating system, whatever the user's seed."""
+    _forget_others()
+    numpy.random.seed(numpy.frombuffer(os.urandom(32), dtype=numpy.uint32))  # noqa: NPY002
+
+
+def _forget_others() -> None:
+    """`forget_seeds` of torch and Python."""
+    torch.default_generator.set_state(_unknown_state())
+    random.seed(int.from_bytes(os.urandom(32), "little"))
+
+
 @functools.cache
-def _spare() -> numpy.random.BitGenerator:
-    return numpy.random.MT19937()
+def _spare() -> tuple[numpy.random.BitGenerator, numpy.ndarray | None]:
+    """A bit generator of numpy, and its state where it lies, if that is known: the words, and how many of them are used."""
+    spare = numpy.random.MT19937()
+    held: Any = (ctypes.c_uint32 * (_WORDS + 1)).from_address(spare.ctypes.state_address)
+    words = numpy.frombuffer(held, numpy.uint32)
+    known: Any = spare.state["state"]
+    return spare, words if [*words] == [*known["key"], known["pos"]] else None
 
 
 def rng_state(model: torch.nn.Module | None = None) -> tuple[bytes, ...]:

@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ class Engine(Passes):
         joins = ticket.source is not None and ticket.token_units is None and self.route is None and not self.isolated
         self.joined |= joins and not self.weights.cut and ticket.source.joins_examples(given)
         if not (self.weights.cut or self.joined):
-            call = self.forwards.lists.encode(given, ticket.rows, ticket.source)
+            call = self.forwards.lists.encode(given, ticket.rows, ticket.source, inputs)
             inputs = inputs if call is given else leaves(call)
         if not self.joined and ticket.rows not in [t.shape[0] for _, t in inputs if t.dim()]:
             if again:
@@ -184,10 +184,12 @@ class Engine(Passes):
     @contextmanager
     def _one_pass(self) -> Iterator[None]:
         """A pass of a logical batch. Counters advance with the first alone: how many there are follows from the data."""
-        with self.chance(), gc_paused(), ExitStack() as end:
-            if self.begun and self.derived_buffers:
-                end.callback(BufferSnapshot(self.model).restore)
-            yield
+        with self.chance(), gc_paused():
+            restore = BufferSnapshot(self.model).restore if self.begun and self.derived_buffers else lambda: None
+            try:
+                yield
+            finally:
+                restore()
 
     def _checked_forward(self, call: Call, ticket: Ticket, inputs: Inputs, junction: Junction) -> Any:
         """The pass itself, after the checks of its batch, which drew the same random numbers."""

@@ -145,7 +145,6 @@ class Passes:
     """
 
     extend_trace: Callable[[Call, int], None]
-
     #: The fewest rows of a matrix that counts as a vocabulary's head.
     vocabulary: int | None = VOCABULARY
 
@@ -455,8 +454,7 @@ class Passes:
             if most == 1:
                 return None
             most = (most + 1) // 2
-        bounds = [0, *layout.counts.cumsum(0).tolist()]
-        found = []
+        bounds, found = [0, *layout.counts.cumsum(0).tolist()], list[tuple[Any, Pass]]()
         try:
             for first in range(0, layout.units, most):
                 last = min(first + most, layout.units)
@@ -482,9 +480,8 @@ class Passes:
         """The universal route: each row is a batch of its own, so any model is differentiated exactly."""
         output, targets, loss, beside = self.plain_rows(call, ticket, layout, layout.weights)
         waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], targets=targets)
-        if loss is not None:
-            return waiting.replace_loss(output, loss, beside), waiting
-        return waiting.replace_outputs(output), waiting
+        own = waiting.replace_outputs(output) if loss is None else waiting.replace_loss(output, loss, beside)
+        return own, waiting
 
     def _in_isolation(self, call: Call, ticket: Ticket, layout: Layout, junction: Junction) -> tuple[Any, Pass]:
         """Run the batch of one unit as it is; its buffers are restored after the backward pass."""

@@ -78,6 +78,12 @@ def unit_bounds(offsets: Tensor) -> list[int]:
     return offsets.tolist()
 
 
+def unit_lengths(offsets: Tensor) -> np.ndarray:
+    """Tokens of each unit, by offsets on the CPU; numpy's own `diff` takes the host as long as a small product."""
+    bounds = offsets.numpy()
+    return bounds[1:] - bounds[:-1]  # type: ignore[no-any-return]
+
+
 def common_length(bounds: Sequence[int]) -> int | None:
     """The length of every unit when all are equally long, else None; ``bounds`` begin at 0."""
     if len(bounds) < 2:
@@ -93,7 +99,7 @@ def per_token(weights: Tensor, offsets: Tensor | None, tokens: int) -> Tensor:
         return weights
     if weights.device.type == offsets.device.type == "cpu":
         # Torch's own starts threads even for a few units, which a forked process waits for without end.
-        return torch.from_numpy(np.repeat(weights.detach().numpy(), np.diff(offsets.numpy())))
+        return torch.from_numpy(weights.detach().numpy().repeat(unit_lengths(offsets)))
     length = common_length(offsets.tolist()) if offsets.device.type == "cpu" else None
     lengths = torch.diff(offsets.to(weights.device)) if length is None else length
     return weights.repeat_interleave(lengths, output_size=tokens)

@@ -76,12 +76,16 @@ def check_position(position: torch.Tensor | NoiseStream | Draw) -> None:
 def _check_add_noise(
     x: torch.Tensor, std: float, position: torch.Tensor, secure_rounding: bool, first: int = 0
 ) -> None:
+    _check_noised(x, std, secure_rounding, first)
+    check_position(position)
+
+
+def _check_noised(x: torch.Tensor, std: float, secure_rounding: bool, first: int) -> None:
     if not isinstance(first, int) or first < 0:
         raise ValueError(f"first is {first!r}: the elements of a position are counted from 0")
     check_tensor("x", x, first=first)
     if type(std) is not float or not 0.0 <= std < math.inf:
         at_least(0.0, std=std)
-    check_position(position)
     if secure_rounding:
         check_grid("x", x, std, first)
 
@@ -159,7 +163,7 @@ def _check_add_noise_group(
     ends = sorted([(first + x.numel(), at) for at, (x, first) in enumerate(zip(xs, firsts))])
     for at in {(xs[at].dtype, xs[at].layout): at for _, at in ends}.values():
         for std in {min(stds), max(stds)}:
-            _check_add_noise(xs[at], std, drawn[0], secure_rounding, min(0, *firsts) or firsts[at])
+            _check_noised(xs[at], std, secure_rounding, min(0, *firsts) or firsts[at])
 
 
 _ADD_NOISE_GROUP = Op(

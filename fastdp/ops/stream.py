@@ -37,6 +37,7 @@ import fastdp._native as _native
 POSITION_WORDS = 12
 #: Rounds of ChaCha that a stream may have; the first unless another is asked for.
 CIPHER_ROUNDS = (20, 12)
+_DOUBLE_ROUNDS = frozenset(rounds // 2 for rounds in CIPHER_ROUNDS)
 #: Block counters are 32 bits wide, and a block makes 16 words.
 MAX_ELEMENTS = 1 << 36
 #: Tensor ids that ``at`` accepts are below this; those above belong to the stream's own draws.
@@ -279,10 +280,11 @@ def check_positions(positions: torch.Tensor, *count: int) -> None:
         raise ValueError(
             f"positions are int32 {shape} that a NoiseStream gave out, got {positions.dtype} {[*positions.shape]}"
         )
-    double_rounds = sorted(set(positions[..., -1].reshape(-1).tolist()))
-    if len(double_rounds) > 1 or not {rounds // 2 for rounds in CIPHER_ROUNDS}.issuperset(double_rounds):
+    double_rounds = set(positions.view(-1)[POSITION_WORDS - 1 :: POSITION_WORDS].tolist())
+    if len(double_rounds) > 1 or not _DOUBLE_ROUNDS.issuperset(double_rounds):
         raise ValueError(
-            f"positions are NoiseStream's: their last words are 10 double rounds of ChaCha for all, or 6, not {double_rounds}"
+            "positions are NoiseStream's: their last words are 10 double rounds of ChaCha for all, or 6, not "
+            f"{sorted(double_rounds)}"
         )
 
 

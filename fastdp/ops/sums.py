@@ -28,6 +28,7 @@ from .factors import (
     native_factor,
     per_token,
     unit_bounds,
+    unit_lengths,
 )
 from .matrices import Matrices
 from .stream import native_threads
@@ -359,10 +360,9 @@ def _weighted_sum_group_on_cpu(
     offsets: Tensor,
     begun: Sequence[bool],
 ) -> None:
-    lengths, everywhere = np.diff(offsets.numpy()), bool(weights.all())
-    for out, left, right, held, own in zip(
-        outs, lefts, rights, begun, weights.detach().numpy().repeat(lengths, axis=1)
-    ):
+    each = weights.detach().numpy()
+    everywhere = np.count_nonzero(each) == each.size
+    for out, left, right, held, own in zip(outs, lefts, rights, begun, each.repeat(unit_lengths(offsets), axis=1)):
         spread = torch.from_numpy(own)
         if everywhere and len(own):
             _add_products(out, left, right, spread, held)
