@@ -287,7 +287,7 @@ def cells() -> Table:
 
 
 def tokens() -> Table:
-    """SAP's forms: MiniLM on 256 texts, in one process and through the split service, and what an attacker infers."""
+    """SAP's forms: MiniLM on 256 texts and on more, in one process and through the split service, and what is inferred."""
     laplace = [("SAP, Laplace", "SAP", {"eta": eta}) for eta in (50.0, 80.0, 100.0)]
     paper = [("CTI as printed", "CTI paper", {"eta": 80.0})]
     exponential = [("exponential", "exponential", {"eta": eta}) for eta in (14.0, 17.0, 21.0)]
@@ -301,10 +301,15 @@ def tokens() -> Table:
             for part, names in (("figure 2", ("sap", "sap-quotient")), ("attribute inference", ("sap-more", "sap")))
         )
         judged, attacked = (next((each for each in found if each), []) for found in (rows, attacks))
-        service = figures("utility/sap-service", form=form, **wanted)
+        service, more, pairs = (
+            figures(f"utility/{name}", form=form, **wanted) for name in ("sap-service", "sap-2048", "sap-pairs")
+        )
         bounds = [row for row in judged or service if "median_bound" in row]
         nats = f"{float(bounds[0]['median_bound']):.0f}" if bounds else ""
-        values = ((judged, "EP"), (judged, "UA"), (service, "UA"), (attacked, "person_accuracy"))
+        values = (
+            *((judged, "EP"), (judged, "UA"), (more, "UA"), (pairs, "UA")),
+            *((service, "UA"), (attacked, "person_accuracy")),
+        )
         lines.append(
             [
                 ", ".join([title, *(f"{key} {value:g}" for key, value in wanted.items())]),
@@ -315,7 +320,7 @@ def tokens() -> Table:
                 ),
             ]
         )
-    return ["form", "nats", "EP", "accuracy", "through the service", "person inferred"], lines
+    return ["form", "nats", "EP", "accuracy", "2,048 texts", "pairs", "through the service", "person inferred"], lines
 
 
 def rounds() -> Table:

@@ -71,10 +71,6 @@ def _rapft_rows() -> Iterator[str]:
     yield holds(abs(adapter) < 1, "The printed shape is level with adapters")
     yield holds(all(2 < t < 2.5 for t in others), "With BitFit and LoRA it is behind, by about two standard errors")
     yield f"Differences of single seeds range from {min(map(min, seeds)):+.1f} to {max(map(max, seeds)):+.1f}%"
-    tried = {row["learning_rate"]: row["perplexity"] for row in figures(long, part="rate", tuning="bitfit")}
-    yield holds(
-        min(tried, key=tried.__getitem__) == max(tried), "For BitFit the best learning rate was the largest tried"
-    )
     shown, needed = (rapft_rows(long, "adapter", form, 5.0)[0]["noise_multiplier"] for form in ("paper", "printed"))
     yield f"{shown / needed:.1f} times the noise that its epsilon needs"
     noised = _rapft_gaps("utility/rapft-16-bitfit", "bitfit", "noised")
@@ -220,9 +216,6 @@ def _ewft_rows() -> Iterator[str]:
     yield f"it has {found:.1f} at a true epsilon of {ours['true_epsilon']:.1f}; {without:.1f} without privacy"
     once = [100 * figures("utility/ewft-64", form="once", epsilon=epsilon)[0]["accuracy"] for epsilon in (8.0, 2.0)]
     yield "Released once, with public layers, it has {:.1f} at epsilon 8 and {:.1f} at 2".format(*once)
-    alone = figures("utility/ewft", form="once", bottom="pretrained", layer=6, length=16, epsilon=8.0)
-    least = spread(100 * row["accuracy"] for row in alone)
-    yield f"Where nothing below the noise learns, releasing once has {least} at epsilon 8"
     forward = [at_true_epsilon(figures("utility/ewft-64-h100", form="sound", epsilon=e)) for e in (2.0, 4.0, 8.0)]
     told = [spread(100 * row["accuracy"] for row in own) for own in forward]
     yield "DP-Forward, sound, has {}, {} and {} at epsilon 2, 4 and 8".format(*told)

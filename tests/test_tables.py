@@ -363,7 +363,7 @@ def test_a_parquet_dictionary_or_page_of_far_more_text_is_not_written_out(tmp_pa
     # Pages of all columns are in memory at once, before any is counted.
     column = pyarrow.array(["a" * (1 << 26)])
     parquet.write_table(pyarrow.table({f"c{i}": column for i in range(12)}), path, compression="zstd")
-    with pytest.raises(DataError, match="no Parquet file that can be read: .*malloc of size"):
+    with pytest.raises(DataError, match="no Parquet file that can be read"):
         read_rows(path)
 
 
