@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -304,7 +304,8 @@ class PrivateLoader:
             filler = next((unit for unit in places if unit is not None), 0)
             weights, last = [float(unit is not None) for unit in places], number == len(microbatches) - 1
             if self.units.members is None:
-                yield [filler if unit is None else unit for unit in places], Ticket(*_single_rows(*weights), last)
+                ticket = Ticket(torch.arange(len(places)), torch.tensor(weights), last)
+                yield [filler if unit is None else unit for unit in places], ticket
                 continue
             owns = [self.units.members[filler][:each] if unit is None else self.units.members[unit] for unit in places]
             rest = [max(0, each - len(own)) for own in owns]
@@ -379,12 +380,6 @@ def _lengths(dataset: Any) -> Sequence[int] | None:
             f"the data set's lengths has {len(lengths)} entries for {len(dataset)} examples; give one an example"
         )
     return lengths
-
-
-@lru_cache(maxsize=256)
-def _single_rows(*weights: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows' units and the units' weights of units of one row each, the same tensors for the same ones."""
-    return torch.arange(len(weights), device="cpu"), torch.tensor(weights, dtype=torch.float32, device="cpu")
 
 
 def _padding_ticket(sizes: list[int], *, is_last: bool) -> Ticket:
