@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
+from fastdp.calls.autograd import graph_of
 from fastdp.calls.batches import Call, Inputs, leaves, wrong_rows
 from fastdp.calls.errors import out_of_memory
 from fastdp.calls.pending import PendingGradients
@@ -184,12 +185,10 @@ class Engine(Passes):
     @contextmanager
     def _one_pass(self) -> Iterator[None]:
         """A pass of a logical batch. Counters advance with the first alone: how many there are follows from the data."""
-        with self.chance(), gc_paused():
-            restore = BufferSnapshot(self.model).restore if self.begun and self.derived_buffers else lambda: None
-            try:
-                yield
-            finally:
-                restore()
+        with self.chance(), gc_paused(), ExitStack() as end:
+            if self.begun and self.derived_buffers:
+                end.callback(BufferSnapshot(self.model).restore)
+            yield
 
     def _checked_forward(self, call: Call, ticket: Ticket, inputs: Inputs, junction: Junction) -> Any:
         """The pass itself, after the checks of its batch, which drew the same random numbers."""
@@ -264,7 +263,7 @@ class Engine(Passes):
             raise RuntimeError(TWO_FORWARDS)
         terms, weight = self.returns_loss and has_terms(parts), 1.0
         self._require_one_batch(ticket)
-        self._expect_penalty()
+        self._expect_penalty(own.tops or sum(own.targets or [], []) for own in every)
         if len(parts) > 1 or terms or self.penalty.expected:
             # One recorded pass is clipped by itself.
             self.graphs = None
@@ -301,11 +300,13 @@ class Engine(Passes):
         if self.penalty.expected:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(parts[0][0], weight))
 
-    def _expect_penalty(self) -> None:
+    def _expect_penalty(self, tops: Iterable[list[torch.Tensor]]) -> None:
         """Find out at the first backward pass whether it goes to weights beside the model, as to a penalty of them."""
         weights = [] if self.backwards else [p for p in self._parameters if p.requires_grad]
         if any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in weights):
-            if self.ranks.size > 1 or self.weights.cut or self.isolated or self.route == ORDINARY:
+            inside = (n for own in tops for top in own for n in graph_of(top) if not hasattr(n, "variable"))
+            fixed = self.ranks.size > 1 or self.weights.cut or self.isolated or self.route == ORDINARY
+            if fixed or any(map(torch._C._will_engine_execute_node, inside)):
                 raise RuntimeError(OUTSIDE_OF_LOSS)
             self.penalty.begin(weights, lambda: self.trying or bool(self.blocked))
         self.penalty.take()

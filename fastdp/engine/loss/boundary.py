@@ -59,8 +59,7 @@ def require_positive(upstream: torch.Tensor) -> float:
     """What the loop scaled a loss by; ValueError for zero or less: such a choice may depend on the whole batch."""
     if not (scale := float(upstream)) > 0:
         raise ValueError(
-            f"The loss was scaled by {scale} before backward(). The scale must be positive: change signs or limit losses within "
-            "each row's own loss."
+            f"The loss was scaled by {scale} before backward(). The scale must be positive: change signs in each row's own loss."
         )
     return scale
 
