@@ -48,7 +48,8 @@ def test_the_oldest_versions_are_those_that_are_asked_for():
             int(part) for part in f"{other}.0.0".split(".")[:3]
         ]
 
-    assert oldest.keys() == asked.keys()
+    # Others are named where the newest does not go with these.
+    assert oldest.keys() - {"pyarrow"} == asked.keys()
     assert all(same(oldest[name], version) for name, version in asked.items())
 
 

@@ -179,7 +179,11 @@ def test_a_node_s_reply_is_bounded_and_refusals_are_logged(tmp_path, monkeypatch
     caplog.clear()
     with own_gateway(tmp_path) as node:
         assert node.post("/v1/control/start-run").status_code == 404
-    assert "there is Flower's Fleet API here, and nothing else" in caplog.text
+        end = time.monotonic() + 20
+        # It is logged when the connection ends.
+        while "there is Flower's Fleet API here, and nothing else" not in caplog.text:
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 @contextlib.contextmanager
