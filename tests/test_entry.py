@@ -59,7 +59,10 @@ OPTIONS = [
 ]
 #: Calls of other entries.
 CALLS = [
-    (lambda: any_make_private(Classifier(), torch.optim.SGD, loader(), epochs=1), "optimizer is the class SGD: give one"),
+    (
+        lambda: any_make_private(Classifier(), torch.optim.SGD, loader(), epochs=1),
+        "optimizer is the class SGD: give one",
+    ),
     (lambda: private().extend("1"), "epochs is '1': give a number"),
     (lambda: private().extend(math.inf), "extend by a positive number"),
     (lambda: private().load_state_dict(None), r"state is None: give what state_dict\(\) returned"),
