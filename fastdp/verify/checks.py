@@ -199,11 +199,11 @@ class Checks(Routing):
         if not verified or loop.waiting or not passes.probes_come():
             return
         # A loop that begins to call the model twice is verified again.
-        again = passes.twice() and not loop.twice
-        loop.twice |= again
+        loop.twice |= (again := passes.twice() and not loop.twice)
+        again |= passes.penalty.waits
         if self._batches > 1 and not again and (passes.ranks.size > 1 or passes.device.type != "cpu"):
             return
-        due = self._grew or again or passes.penalty.waits or not loop.begun
+        due = self._grew or again or not loop.begun
         needs = due and (not passes.returns_loss or passes.mixes or passes.penalty.expected or source.makes(call))
         if needs if passes.ranks.size == 1 else any(passes.ranks.gather(needs)):
             loop.begin(source, max(ticket.rows, 1 + passes.penalty.waits))

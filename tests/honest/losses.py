@@ -312,7 +312,7 @@ register_all(
 def _distance(model: Any) -> Callable[[Any], torch.Tensor]:
     """L2-SP: how far the weights are from where they began."""
     start = [p.detach().clone() for p in model.parameters()]
-    return lambda m: sum((p - q).pow(2).sum() for p, q in zip(m.parameters(), start))
+    return lambda m: sum((p - q.to(p.device)).pow(2).sum() for p, q in zip(m.parameters(), start))
 
 
 @program()
