@@ -99,10 +99,10 @@ _LOW_PRECISION = 5e-2
 _ORDINARY, _VANISHING = 0.1, 1e-2
 
 
-def rounding(model: torch.nn.Module, loss: float = 0.0) -> float:
-    """The relative change of a loss of this size that counts as rounding."""
+def rounding(model: torch.nn.Module, loss: float = 0.0, *, low: bool = False) -> float:
+    """The relative change of a loss of this size that counts as rounding; ``low``: of a model that computes below float32."""
     device = next(model.parameters()).device.type
-    if torch.is_autocast_enabled(device):
+    if low or torch.is_autocast_enabled(device):
         return _LOW_PRECISION
     most = max((_ROUNDING.get(kind, _LOW_PRECISION) for kind in read_dtypes(model)), default=_LOW_PRECISION)
     exact = device == "cpu" and torch.get_float32_matmul_precision() == "highest" and most < _LOW_PRECISION

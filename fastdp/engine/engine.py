@@ -28,6 +28,7 @@ from fastdp.engine.errors import (
     NO_BATCH,
     OUTSIDE_OF_LOSS,
     TWO_FORWARDS,
+    OwnLoss,
     SelfCheckError,
     UnseenUse,
 )
@@ -206,10 +207,12 @@ class Engine(Passes):
             try:
                 try:
                     return self._traced_forward(call, ticket, junction, verify=verify, checked=checked)
-                except UnseenUse:
+                except (UnseenUse, OwnLoss) as error:
                     # Other ranks would not follow where weights are in pieces.
-                    if self.weights.cut:
+                    if self.weights.cut or (self.reductions and isinstance(error, OwnLoss)):
                         raise
+                    # The mode of torch's that follows sums also shows loss functions that a script imported by name.
+                    self.reductions |= isinstance(error, OwnLoss)
                 self.checks.extend(call, ticket)
                 return self._traced_forward(call, ticket, junction, verify=verify, checked=checked, extended=True)
             except (SelfCheckError, RankLost, torch.OutOfMemoryError):

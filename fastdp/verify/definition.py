@@ -18,7 +18,7 @@ from fastdp.calls.autograd import graph_of
 from fastdp.calls.batches import Call, cropped, leaves, row_of, tensors, unpadded
 from fastdp.calls.collation import mixes
 from fastdp.calls.flow import module_outputs
-from fastdp.calls.modes import in_mode, rounding
+from fastdp.calls.modes import in_mode
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seeds_for
 from fastdp.calls.values import RowValues
 from fastdp.engine.capture.follow import InputGradients
@@ -112,8 +112,7 @@ class _Comparison:
 
     def __init__(self, probe: Probe, calls: _Calls, rows: Sequence[int], training: bool, gradients: bool):
         self.probe, self.calls, self.rows = probe, calls, rows
-        self.training, self.gradients = training, gradients
-        self.tolerance = rounding(probe.passes.model)
+        self.training, self.gradients, self.tolerance = training, gradients, probe.rounding()
         # A batch of one row is compared as two copies of it.
         self.count = max(2, probe.ticket.rows)
         self.whole = probe.rows([0, 0], calls.whole) if probe.ticket.rows == 1 else calls.whole
@@ -162,7 +161,7 @@ class _Comparison:
     def _require_same(self, base: RowValues, row: int, alone: RowValues) -> None:
         """Raise unless a row has the loss, and the gradients at its inputs, that it has alone."""
         ticket = self.probe.ticket
-        self.tolerance = rounding(self.probe.passes.model, alone.size(0))
+        self.tolerance = self.probe.rounding(alone.size(0))
         if self._alike(base, row, alone):
             return
         # A collator may sort: then another row holds this example, whose gradients may not have been asked for.
@@ -237,7 +236,7 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket, base: RowValues
     except Exception as error:
         raise UnsupportedUse(f"the model fails on rows in another order: {first_line(error)}") from error
     # Atomic sums on a GPU round in another order each time.
-    limit = rounding(passes.model) * same_shape_factor(passes) * (1 if passes.device.type == "cpu" else 10)
+    limit = probe.rounding() * same_shape_factor(passes) * (1 if passes.device.type == "cpu" else 10)
     if one.finite(place) and not one.gap(place, two, place) <= limit:
         # What rows draw may move what others draw; what they compute must not.
         if one.draws:
@@ -247,7 +246,7 @@ def check_companions(passes: Passes, call: Call, ticket: Ticket, base: RowValues
         return
     for place, row in enumerate(order):
         # A row rounds otherwise at another place.
-        if base.finite(row) and not base.gap(row, one, place) <= rounding(passes.model, base.size(row)):
+        if base.finite(row) and not base.gap(row, one, place) <= probe.rounding(base.size(row)):
             raise coupling_error(probe, call, row)
 
 
@@ -268,7 +267,7 @@ def check_packed(passes: Passes, call: Call, ticket: Ticket) -> None:
             source.check_packed(row)
     segments = [] if together.draws else list(ticket.segments(call))
     for unit, single in random.SystemRandom().sample(segments, min(3, len(segments))):
-        if together.finite(unit) and not together.gap(unit, probe.run(single, 1), 0) <= rounding(passes.model):
+        if together.finite(unit) and not together.gap(unit, probe.run(single, 1), 0) <= probe.rounding():
             raise SelfCheckError(
                 "A packed example's loss changes beside the others of its row. Restart position_ids in each example and "
                 "separate their attention; this batch was not released."
@@ -280,8 +279,8 @@ def check_alone(passes: Passes, call: Call, ticket: Ticket, rows: Sequence[int])
 
     Raises what the model raises on one row; `SelfCheckError` for padding that matters, state, and rows scored against others.
     """
-    probe, tolerance = Probe(passes, call, ticket), rounding(passes.model)
-    calls = _Calls.of(probe, rows)
+    probe = Probe(passes, call, ticket)
+    calls, tolerance = _Calls.of(probe, rows), probe.rounding()
     if not passes.returns_loss:
         args, kwargs = calls.alone[rows[0]]
         passes.plain_forward(*args, **kwargs)

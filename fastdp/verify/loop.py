@@ -15,7 +15,7 @@ import torch
 
 from fastdp.calls.batches import Call, as_long_as, map_tensors, row_of, take_rows
 from fastdp.calls.collation import Collation, ProbeBatch
-from fastdp.calls.modes import rounding
+from fastdp.calls.modes import LowPrecisionDetector, rounding
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state, seed_everything, seeded
 from fastdp.engine.errors import SelfCheckError
 from fastdp.engine.loss.boundary import Junction, plain_gradients
@@ -70,9 +70,8 @@ class LoopCheck:
         #: What the model was called with for the example that is compared, alone.
         self._subject: Call | None = None
         self._divisors: list[str] = []
-        #: Of the batch at hand: the row that is compared, whether loop or model drew, the tolerance, and the random states around
-        #: its first pass.
-        self._row, self._draws, self._rounding = 0, False, 0.0
+        #: Of the batch at hand: its row, whether loop or model drew, the tolerance, dtypes, random states around its first pass.
+        self._row, self._draws, self._rounding, self._dtypes = 0, False, 0.0, LowPrecisionDetector()
         self._state_before = self._state_after = rng_state()
         self._open_contexts = ExitStack()
 
@@ -108,7 +107,7 @@ class LoopCheck:
         self.twice |= again
         snapshot = BufferSnapshot(passes.model)
         if not again:
-            self._rounding = rounding(passes.model)
+            self._rounding, self._dtypes = rounding(passes.model), LowPrecisionDetector()
             if probe.role == "alone":
                 self._subject = map_tensors(call, lambda t: t[: len(t) // 2] if t.dim() else t)
             # Draws of other shapes may leave the same state, and what a loop draws for another example looks like this one's.
@@ -120,7 +119,7 @@ class LoopCheck:
             rows = torch.arange(self._most)
             given = take_rows(call, rows % ticket.rows, as_long_as(call, ticket.rows))
             own = replace(ticket, row_units=rows, weights=torch.ones(len(rows)))
-        with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL, passes.model):
+        with passes.weights.apart(), DropoutDisabled(), seeded(_MODEL, passes.model), self._dtypes:
             before = rng_state(passes.model)
             weights = torch.ones(len(own.weights), device=passes.device)
             output, targets, loss, beside = passes.plain_rows(given, own, own.layout(passes.device), weights)
@@ -149,7 +148,8 @@ class LoopCheck:
         self._open_contexts.close()
         self.mixes |= passes.returns_loss and parts[0][1] is not None
         outside = self.mixes or not passes.returns_loss
-        self._rounding *= GRADIENT_TOLERANCE if outside else 1.0
+        low = rounding(passes.model, low=self._dtypes.found)
+        self._rounding = GRADIENT_TOLERANCE * max(self._rounding, low) if outside else self._rounding
         rows = parts[0][0].ticket.rows if outside else 0
         starts = (self._starts(row, parts)[1] for row in range(rows))
         every = [torch.cat([*map(_sketch, own)] or [torch.zeros(2).double()]) for own in starts] or [torch.ones(2)]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastdp.calls.batches import Call, take_rows
-from fastdp.calls.modes import in_mode
+from fastdp.calls.modes import in_mode, rounding
 from fastdp.calls.randomness import BufferSnapshot, DropoutDisabled, preserve_rng, rng_state
 from fastdp.calls.values import RowValues
 from fastdp.engine.capture.follow import InputGradients
@@ -31,6 +31,7 @@ class Probe:
         assert passes.trace is not None
         self.passes, self.call, self.ticket = passes, call, ticket
         self.carriers = passes.trace.carriers
+        self.rounding = partial(rounding, passes.model, low=passes.trace.low)
         self.packed = ticket.token_units is not None
         #: Whether the model may drop out, so far as passes showed.
         self.drops = True

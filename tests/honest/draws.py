@@ -202,6 +202,20 @@ register_all({kind: draw for kind, draw in GENERATORS.items() if kind != "own"},
 
 
 @program()
+def layer_drop_of_two_widths() -> Case:
+    """M2M100 with a layer on each side, say: a batch may skip the one, and the next batch the other."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x) if torch.rand(()) < 0.5 else x
+        return F.cross_entropy(self.head(x), y)
+
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, n), nn.ReLU(), nn.Linear(n, 12)) for n in (8, 16))
+    model = kit.Wrapped(forward, blocks=blocks, head=nn.Linear(12, kit.CLASSES))
+    return Case(model, kit.numbers(), None, kit.unpack, exact=False)
+
+
+@program()
 def seeded_by_step() -> Case:
     step = [0]
 

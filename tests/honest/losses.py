@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from . import kit
@@ -253,6 +254,17 @@ register(
     "one-example",
     "a copy of the matrix is written in place",
 )
+
+
+@program()
+def loss_function_imported_by_name() -> Case:
+    """`from torch.nn.functional import cross_entropy`, behind dropout."""
+
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.net(x), y)
+
+    dropout = nn.Sequential(nn.ReLU(), nn.Dropout(0.1))
+    return Case(kit.Wrapped(forward, net=kit.mlp(12, kit.CLASSES, *dropout)), kit.numbers(), None, kit.unpack)
 
 
 @program()

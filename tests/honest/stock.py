@@ -231,6 +231,30 @@ def autocast_bfloat16_outside() -> Case:
     return outside(kit.mlp(), kit.numbers(), loss=loss, exact=False)
 
 
+class _Cast(nn.Module):
+    """A model whose own forward pass casts, as accelerate wraps it and torch's page on several GPUs has it."""
+
+    def __init__(self, inner: Any):
+        super().__init__()
+        self.inner = inner
+
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+@program()
+def autocast_in_forward() -> Case:
+    wide = kit.bert(hidden_size=256, intermediate_size=512)
+    return Case(_Cast(wide), kit.labelled(high=40), kit.classify, exact=False)
+
+
+@program()
+def autocast_in_forward_outside() -> Case:
+    loss = lambda m, b: F.cross_entropy(m(b[0]).float(), b[1])  # noqa: E731
+    return outside(_Cast(kit.mlp()), kit.numbers(), loss=loss, exact=False)
+
+
 def speech(head: str, label: Any, **options: Any) -> Case:
     """A small wav2vec2 on noise; CTC pads sounds and labels."""
     layers = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.calls.batches import Call, Path, as_long_as, leaves, take_rows, tensors
+from fastdp.calls.modes import LowPrecisionDetector
 from fastdp.calls.named import is_metadata, operation as meeting_name
 from fastdp.calls.outputs import OutputRows
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seeded
@@ -75,8 +76,9 @@ class Trace:
     sizes: dict[Path, int] = field(default_factory=dict)
     #: What a pass on two rows saw, in order.
     sight: tuple[Any, ...] = ()
-    #: Whether the forward pass draws random numbers, dropout aside.
+    #: Whether the forward pass draws random numbers, dropout aside, and whether it computes in less than float32.
     draws: bool = False
+    low: bool = False
     #: Calls that select by the data's values what a parameter or a loss sees, and of such losses, each with the module that
     #: makes it; "" where selections are followed through the whole model.
     selections: set[tuple[Any, str]] = field(default_factory=set)
@@ -187,8 +189,8 @@ class _Recorder(Follow):
         self.vocabulary = vocabulary
         #: The calls that select what a parameter or a loss sees.
         self.selections: set[tuple[Any, str]] = set()
-        #: Whether the pass drew random numbers.
-        self.draws = False
+        #: Whether the pass drew random numbers, and computed in less than float32.
+        self.draws, self.low = False, False
         #: What the model returned.
         self.outputs: dict[Path, _TensorView] = {}
 
@@ -392,10 +394,10 @@ class Tracer:
             with preserve_rng(self.model), torch.no_grad(), nullcontext() if seed is None else seeded(seed, self.model):
                 before = rng_state(self.model)
                 # Masks, which are larger for more rows, would move what is drawn behind them.
-                with recorder, DropoutDisabled():
+                with LowPrecisionDetector() as dtypes, recorder, DropoutDisabled():
                     output = forward(*call[0], **call[1])
                 recorder.outputs = {path: recorder.view(t) for path, t in leaves(output)}
-                recorder.draws = rng_state(self.model) != before
+                recorder.draws, recorder.low = rng_state(self.model) != before, dtypes.found
         finally:
             for handle in handles:
                 handle.remove()
@@ -441,7 +443,7 @@ def _compare(
     folds = {p: (_fold_of(a, three.outputs.get(p, a), counts), len(a.shape)) for p, a in two.outputs.items()}
     placed = {path: own for path, own in folds.items() if isinstance(own[0], BatchAxis) and not own[0].chosen}
     found.outputs = OutputRows(placed, frozenset([path for path, (fold, _) in folds.items() if fold is None]))
-    found.draws, found.selections = two.draws, two.selections | three.selections
+    found.draws, found.low, found.selections = two.draws, two.low, two.selections | three.selections
     return found
 
 

@@ -45,9 +45,7 @@ class Ticket:
 
     @functools.cached_property
     def rows(self) -> int:
-        if self.token_units is not None:
-            return self.token_units.shape[0]
-        return self.row_units.shape[0]
+        return (self.row_units if self.token_units is None else self.token_units).shape[0]
 
     def chosen_rows(self) -> list[int]:
         """Up to three rows, in their order: the shortest, the longest, and another drawn at random."""
@@ -147,9 +145,8 @@ class Layout:
 
         That it is made of the rows, in order, the trace knows: inputs of other shapes are traced anew (`Tracer.require_same`).
         """
-        if self.token_segments is not None:
-            return tokens == self.token_segments.numel()
-        return tokens % self.rows == 0
+        segments = self.token_segments
+        return tokens % self.rows == 0 if segments is None else tokens == segments.numel()
 
     def offsets(self, tokens: int, *, laned: bool = False, host: bool = False) -> torch.Tensor:
         """Boundaries of the units on a flat axis of ``tokens`` tokens, int64 ``[units + 1]``; on the ``host``, or the device.

@@ -56,9 +56,7 @@ class BatchAxis(NamedTuple):
 
     def front(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """The same entries with rows first, in their order: ``[rows * k, ...]``, or ``[rows, ..., k, ...]`` if inner."""
-        if self.natural:
-            return x
-        return (self.split(x, rows) if self.inner else x).movedim(self.axis, 0)
+        return x if self.natural else (self.split(x, rows) if self.inner else x).movedim(self.axis, 0)
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of `front`, for a tensor whose other sizes may have changed."""
