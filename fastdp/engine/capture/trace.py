@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from fastdp.calls.batches import Call, Path, as_long_as, leaves, take_rows, tensors
-from fastdp.calls.modes import LowPrecisionDetector
 from fastdp.calls.named import is_metadata, operation as meeting_name
 from fastdp.calls.outputs import OutputRows
 from fastdp.calls.randomness import DropoutDisabled, preserve_rng, rng_state, seeded
@@ -138,6 +137,7 @@ class Trace:
 _SEEDS = 8
 _DEPENDS = "the model's reads of its parameters depend on the number of rows"
 LOOKUPS = frozenset({OPERATIONS[F.embedding], OPERATIONS[F.embedding_bag]})
+_HALF, _DTYPE = frozenset({torch.float16, torch.bfloat16}), torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _REFUSED = frozenset({torch.autograd.grad, torch.Tensor.backward, F.embedding_bag, F.batch_norm})
 
 
@@ -189,7 +189,6 @@ class _Recorder(Follow):
         self.vocabulary = vocabulary
         #: The calls that select what a parameter or a loss sees.
         self.selections: set[tuple[Any, str]] = set()
-        #: Whether the pass drew random numbers, and computed in less than float32.
         self.draws, self.low = False, False
         #: What the model returned.
         self.outputs: dict[Path, _TensorView] = {}
@@ -282,6 +281,7 @@ class _Recorder(Follow):
         befores = [self.view(t) for t in given if t not in self.weights and t.dim()] if sources else []
         values = tuple(self.view(t) for t in given if t in self.weights) if sources else ()
         found, results = super().follow(func, args, kwargs, given, out), tensors(out)
+        self.low |= not _HALF.isdisjoint(map(_DTYPE, results))
         if self.listed and not given:
             self.row_axes.begin(results)
         elif found:
@@ -394,10 +394,10 @@ class Tracer:
             with preserve_rng(self.model), torch.no_grad(), nullcontext() if seed is None else seeded(seed, self.model):
                 before = rng_state(self.model)
                 # Masks, which are larger for more rows, would move what is drawn behind them.
-                with LowPrecisionDetector() as dtypes, recorder, DropoutDisabled():
+                with recorder, DropoutDisabled():
                     output = forward(*call[0], **call[1])
                 recorder.outputs = {path: recorder.view(t) for path, t in leaves(output)}
-                recorder.draws, recorder.low = rng_state(self.model) != before, dtypes.found
+                recorder.draws = rng_state(self.model) != before
         finally:
             for handle in handles:
                 handle.remove()
