@@ -112,7 +112,8 @@ class TlsListener:
         """Log what was refused and why, at most once a second: a stranger could fill a disk."""
         if time.monotonic() - self._logged > 1:
             self._logged = time.monotonic()
-            log.warning("%s of %s was refused: %s", what, peer, escape_controls(str(reason)[:160]))
+            said = str(reason)[:160] or type(reason).__name__
+            log.warning("%s of %s was refused: %s", what, peer, escape_controls(said))
 
     def close(self) -> None:
         """End every connection."""

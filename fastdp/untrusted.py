@@ -55,8 +55,9 @@ CALL_SECONDS = 60.0
 TEMPLATE_MEMORY, TEMPLATE_TEXT = 1 << 31, 1 << 20
 
 _DATA_LIMIT = resource.getrlimit(resource.RLIMIT_DATA)[0]
-#: Settings of a model's config that count what is built of it whatever its weights hold, and the most of each.
+#: Settings of a model or tokenizer that count what is built of it whatever its files hold, and the most of each.
 _COUNTS = (
+    (re.compile(r"^(extra_ids|offset|num_madeup_words)$"), MAX_PARTS),
     (re.compile(r"(^|_)(layers?|heads?|experts|blocks|depth|virtual_tokens|r)$|^attention_types$"), MAX_PARTS),
     (re.compile(r"positions?(_embeddings)?$|^rotary_dim$"), MAX_POSITIONS),
     (re.compile(r"^num_labels$"), 1 << 20),
@@ -280,8 +281,8 @@ def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
     gets no more memory than the machine has.
 
     Raises:
-        ValueError: for one that takes more, whose normalizer grows these texts manifold, and for a panic of the tokenizers
-            library, which is no Exception and may quote a text.
+        ValueError: for one that takes more, whose normalizer grows these texts manifold, and for errors and panics of the
+            tokenizers library, which may quote a text.
     """
     given = [*texts, *(options.get(key) or () for key in ("text", "text_target"))]
     if (longest := max(map(len, _strings(given)), default=0)) > MAX_TEXT:
@@ -302,7 +303,8 @@ def encode(tokenizer: Any, *texts: Any, **options: Any) -> Any:
         thread.join(CALL_SECONDS + sum(map(_characters, given)) / 1000)
     if results:
         return results[0]
-    if failures and isinstance(failures[0], Exception) and not isinstance(failures[0], MemoryError):
+    # The tokenizers library raises the plain class.
+    if failures and isinstance(failures[0], Exception) and type(failures[0]) not in (Exception, MemoryError):
         raise failures[0]
     said = f"failed on a text ({type(failures[0]).__name__})" if failures else "takes over a millisecond a character"
     raise ValueError(f"its tokenizer {said}: use the published model's")
@@ -444,11 +446,10 @@ def _check_folder(place: Path, *, adapter: bool = False) -> None:
     """
     if place.is_file():
         raise ValueError(f"model {place} is a file: name the folder that holds it")
-    for path in (place / "config.json", place / "generation_config.json", *place.glob("*.index.json")):
+    small = [place / "config.json", place / "generation_config.json"]
+    for path in (*small, place / "tokenizer_config.json", *place.glob("*.index.json")):
         if path.is_file():
-            settings = _read_config(
-                path, MAX_YAML if path.name in ("config.json", "generation_config.json") else MAX_FILE
-            )
+            settings = _read_config(path, MAX_YAML if path in small else MAX_FILE)
             check_config(settings)
             shards = settings.get("weight_map") if isinstance(settings, dict) else None
             if isinstance(shards, dict) and any(Path(str(name)).name != name for name in shards.values()):

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
+import re
 import socket
 import ssl
 import threading
+import time
 
 import pytest
 
@@ -73,6 +75,14 @@ def test_holders_of_a_certificate_are_served_and_others_logged(certificates, tmp
                 assert ended(plain)
     assert "a connection of 127.0.0.1 was refused: " in caplog.text
     assert len(caplog.records) < 3, "at most one a second"
+
+
+def test_a_peer_that_leaves_at_once_is_logged_with_a_reason(certificates, caplog):
+    with listening(certificates, echo) as listener:
+        socket.create_connection(("127.0.0.1", listener.port), 60).close()
+        while not caplog.records:
+            time.sleep(0.01)
+    assert re.search("a connection of 127.0.0.1 was refused: .", caplog.text)
 
 
 def test_silent_peers_hold_no_place(certificates):

@@ -516,23 +516,39 @@ def test_a_model_s_files_that_would_take_hours_are_refused(tmp_path_factory, fil
 ANY = r"[\s\S]{1,100}"
 
 
+def cut_by(expression):
+    return {
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    }
+
+
+#: A model without the token for what it does not know.
+LACKING = {"type": "WordPiece", "unk_token": "?", "continuing_subword_prefix": "##", "max_input_chars_per_word": 9}
+
+
 @cases(
-    "expression, text, seconds, words",
+    "change, text, seconds, words",
     [
-        ("(a+)+$", "a" * 30 + "!", 60.0, "its tokenizer failed on a text (PanicException)"),
-        (ANY * 3 + r"(?<![\s\S])", "private" * 30, 0.0, "its tokenizer takes over a millisecond a character"),
+        (cut_by("(a+)+$"), "a" * 30 + "!", 60.0, "its tokenizer failed on a text (PanicException)"),
+        (cut_by(ANY * 3 + r"(?<![\s\S])"), "private" * 30, 0.0, "its tokenizer takes over a millisecond a character"),
+        (
+            {"model": {**LACKING, "vocab": {"a": 0, "b": 1}}},
+            "private",
+            60.0,
+            "its tokenizer failed on a text (Exception)",
+        ),
     ],
 )
-def test_an_expression_of_a_tokenizer_that_fails_or_runs_for_hours_is_refused(
-    tmp_path, monkeypatch, expression, text, seconds, words
+def test_a_tokenizer_that_fails_on_a_text_or_runs_for_hours_is_refused(
+    tmp_path_factory, monkeypatch, change, text, seconds, words
 ):
     """And no text of the rows is quoted."""
     monkeypatch.setattr(untrusted, "CALL_SECONDS", seconds)
-    small_gpt2(tmp_path, n_layer=1, n_embd=16)
-    path = tmp_path / "tokenizer.json"
-    cut = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": cut}))
-    tokenizer = untrusted.load_pretrained_tokenizer(tmp_path)
+    folder = tmp_path_factory.mktemp("model")
+    small_gpt2(folder, n_layer=1, n_embd=16)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    tokenizer = untrusted.load_pretrained_tokenizer(folder)
     limit = resource.getrlimit(resource.RLIMIT_DATA)
     for read in (
         lambda: causal_examples(tokenizer, [text], 64),
@@ -621,6 +637,11 @@ def test_a_chat_template_that_never_ends_fails_or_fills_memory_is_refused(monkey
         ("adapter_config.json", {"peft_type": "LORA", "base_model_name_or_path": "base"}, "has 'n_layer' 1000000000"),
         ("generation_config.json", {"num_beams": 10**5}, "has 'num_beams' 100000"),
         ("model.safetensors.index.json", {"weight_map": {"a": "../secret.safetensors"}}, "names files outside it"),
+        (
+            "tokenizer_config.json",
+            {"tokenizer_class": "T5Tokenizer", "extra_ids": 1 << 28},
+            "has 'extra_ids' 268435456",
+        ),
     ],
 )
 def test_other_files_of_a_model_s_folder_are_checked_too(tmp_path_factory, monkeypatch, file, content, words):

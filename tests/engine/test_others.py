@@ -7,6 +7,7 @@ them at once. Records are searched for by size, length, place and number of rows
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 
 import fastdp
 from fastdp import ops
+from fastdp.accounting.statements import AMONG_UNITS
 from fastdp.engine.bounds import UpperNorms
 from fastdp.engine.clip import norms, sums
 from fastdp.engine.clip.accumulator import Accumulator
@@ -259,18 +261,19 @@ class Counted(Observer):
 
 def one_release(
     records: list[dict[str, torch.Tensor]], lr: float = 0.0, watch: Observer | None = None, **options: Any
-) -> Bag:
-    """The model after one release of all records, in one microbatch."""
+) -> fastdp.Private:
+    """A run of one release of all records, in one microbatch; its card speaks of records of their lengths."""
     model = Bag(records[0]["x"].shape[1])
     optimizer = torch.optim.SGD(model.parameters(), lr)
     loader = torch.utils.data.DataLoader(records, batch_size=len(records), collate_fn=collate)
     given: Any = {"target_delta": 1e-5, "max_physical_batch_size": len(records), "epochs": 1, **options}
     private = fastdp.make_private(model, optimizer, loader, **given)
+    private.longest = max(len(record["x"]) for record in records)
     if watch is not None:
         private.observe(watch)
     train_epoch(private)
     private.detach()
-    return model
+    return private
 
 
 def counted(records: list[dict[str, torch.Tensor]], bound: float) -> tuple[float, float]:
@@ -319,15 +322,18 @@ def cancelling(tokens: int, width: int, ratio: float) -> torch.Tensor:
         *((cancelling(32, width, 3e3), count, 32, None, MOVES - 1) for width, count in ((16, 21), (24, 76), (32, 244))),
         # A short one in front, which decides who shares a microbatch with a long one.
         *((cancelling(2, 64, 3e5), count, 1, 4, MOVES - 1) for count in (16, 64)),
-        # A bag of tokens. A longer one changes how its sum is cut into products: `docs/clipping.md` states the size.
+        # A bag of tokens. A longer one changes how its sum is cut into products, by no more than the card says.
         (torch.randn(2, 64, generator=torch.Generator().manual_seed(1)), 512, 2, None, MOVES - 1),
-        (torch.randn(2, 16, generator=torch.Generator().manual_seed(1)), 512, 64, None, 3e-3),
+        *(
+            (torch.randn(2, width, generator=torch.Generator().manual_seed(1)), 512, 64, None, None)
+            for width in (16, 64)
+        ),
     ],
 )
 def test_a_record_of_zeros_moves_the_release_by_nothing(
-    rows: torch.Tensor, count: int, length: int, physical: int | None, moves: float
+    rows: torch.Tensor, count: int, length: int, physical: int | None, moves: float | None
 ) -> None:
-    """The whole way, to the parameters."""
+    """The whole way, to the parameters. Without ``moves``, by the least figure that the run's own card allows."""
 
     def record(rows: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"x": rows, "y": torch.tensor(1.0)}
@@ -336,10 +342,17 @@ def test_a_record_of_zeros_moves_the_release_by_nothing(
     if physical is not None:
         others[2 * physical - 1 :: 2 * physical] = [record(torch.zeros(300, rows.shape[1]))] * (count // (2 * physical))
 
-    def released(records: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    def released(records: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, Any]:
         options = {} if physical is None else {"max_physical_batch_size": physical}
         method = fastdp.DPSGD(max_grad_norm=BOUND)
-        model = one_release(records, 1.0, method=method, noise_multiplier=0.0, **options)
-        return -model.layer.weight.detach().double() * len(records)
+        private = one_release(records, 1.0, method=method, noise_multiplier=0.0, **options)
+        return -private.model.layer.weight.detach().double() * len(records), private.card()
 
-    assert float((released([x, *others]) - released(others)).norm()) <= moves * BOUND
+    (with_x, card), (without, _) = released([x, *others]), released(others)
+    if moves is None:
+        (said,) = [said for said in card["remaining"] if said.startswith(AMONG_UNITS)]
+        likely, most = (float(figure) for figure in re.findall(r"by (?:some )?(\d\S+)", said))
+        assert f"about {count + 1} units of {length} tokens" in said
+        moves = min(likely, most)
+    # A card allows the bound, which x may add whole, and its figure beside.
+    assert float((with_x - without).norm()) <= moves * BOUND
