@@ -492,7 +492,7 @@ def _read_saved_dataset(path: Path) -> Rows:
             if not isinstance(names, list):
                 raise ValueError("splits is no list")
             places = ", ".join(escape_controls(str(path / name)) for name in names)
-        raise DataError(f"{path} holds several data sets; name one of them: {places}")
+        raise DataError(f"{path} holds splits; name one of them: {places}")
     _features(path)
     from datasets import load_from_disk
 

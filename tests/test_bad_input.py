@@ -222,8 +222,8 @@ RESUMES = [
     Case("copied", "", "stopped", {"output": "copied"}, flags=("--resume",)),
     Case(
         "ledger gone",
-        "ledger",
-        "leave resume out",
+        "is gone, and releases were recorded in it",
+        "begin in another folder",
         flags=("--resume",),
         damage=lambda run: (run / "ledger.jsonl").unlink(),
     ),

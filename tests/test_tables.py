@@ -50,7 +50,7 @@ def test_saved_dataset(tmp_path):
     table = read_rows(tmp_path / "one")
     assert table.column("label", "label_column") == ["0", "1"]
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "several")
-    with pytest.raises(DataError, match=r"name one of them: .*train.*test"):
+    with pytest.raises(DataError, match=r"holds splits; name one of them: .*train.*test"):
         read_rows(tmp_path / "several")
 
 

@@ -114,7 +114,7 @@ class Journal:
             history = read(path)
             if not history.bodies:
                 raise EmptyLedgerError(
-                    f"{path} holds no complete record: its run ended before it released anything; delete it"
+                    f"{path} holds no complete record: put back a copy, or delete it if its run released nothing"
                 )
         except BaseException:
             os.close(descriptor)

@@ -24,6 +24,9 @@ LEDGER_FORMAT = "fastdp.ledger"
 #: The second knows kinds whose event changes with the number of the release.
 VERSIONS = (1, 2)
 STEP = "step"
+_LOST = (
+    "{}, and releases were recorded in it: put back a copy, or begin in another folder, whose cost adds to this run's."
+)
 
 
 class BudgetExceeded(LedgerError):
@@ -186,9 +189,11 @@ class Ledger:
             ledger = cls._open_witnessed(path)
         else:
             if resume:
-                place = "without output_dir" if path is None else f"in {path.parent}, or it lost its ledger"
+                if path is not None and knows_ledger_at(path):
+                    raise ValueError(f"{path} {_LOST.format('is gone')}")
+                place = "without output_dir" if path is None else f"in {path.parent}"
                 raise ValueError(
-                    f"there is no ledger to resume {place}: what was spent is not known; leave resume out to begin anew"
+                    f"there is no ledger to resume {place}: nothing shows what was spent; leave resume out to begin anew"
                 )
             if path is not None:
                 files.make_folder(path.parent)
@@ -218,10 +223,7 @@ class Ledger:
         except EmptyLedgerError as error:
             if not knows_ledger_at(path):
                 raise
-            raise EmptyLedgerError(
-                f"{path} was emptied, and releases were recorded in it: put back a copy, or begin in "
-                "another folder, whose cost adds to this run's."
-            ) from error
+            raise EmptyLedgerError(f"{path} {_LOST.format('was emptied')}") from error
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Ledger:

@@ -295,10 +295,10 @@ def _check_run(card: Mapping[str, Any], flat: Flat) -> None:
         _check_stated(card)
         if card["sampling"] not in _SAMPLINGS:
             _check_unsampled(card, flat)
-    if spent == 0 or multiplier == 0 or not flat.private or not isinstance(rate, (int, float)) or not 0 < rate <= 1:
+    if not flat.private or card["sampling"] not in _SAMPLINGS or rate is None:
         return
-    if card["sampling"] not in _SAMPLINGS:
-        return
+    if not (0 < rate <= 1 and multiplier > 0):
+        raise _Refused(f"the card states {quote(rate)} as its sample rate and {quote(multiplier)} as noise multiplier")
     factors = tuple((step, factor) for step, factor in card["mechanism"].get("noise_schedule") or CONSTANT)
     stated = dpsgd_model(multiplier, rate, card["sampling"], math.ceil(1 / rate - 1e-9), factors)
     wanted = flatten(stated.event(spent))
@@ -313,6 +313,10 @@ def _check_run(card: Mapping[str, Any], flat: Flat) -> None:
             raise _Refused(f"the card states {needed} steps, but its event holds {counted} at that rate and multiplier")
     if flat.mu_squared < wanted.mu_squared * (1 - ROOM):
         raise _Refused(f"the card states {spent} steps, but its event holds fewer at that multiplier")
+    # Curves that a run released besides are not sampled.
+    held, needed = (sum(count for _, _, count in own.sampled) for own in (flat, wanted))
+    if card["mechanism"]["name"] == "DP-SGD" and held > needed:
+        raise _Refused(f"the card states {spent} steps, but its event holds {held}")
     if (selection := selection_of(card)) is not None:
         rate, multiplier, counts = selection
         held = sum(n for q, z, n in flat.sampled if math.isclose(q, rate) and math.isclose(z, multiplier))
@@ -477,13 +481,18 @@ def _unchecked(card: Mapping[str, Any], weights: bool, ledger: bool) -> list[str
             found.append(f"what {claim.card} certifies: {claim.promise}")
     rests = {*ENVELOPE, *_GAUSSIAN, *(_RUN.keys() - {"model"} if "steps" in card else ()), *_CLAIMED}
     described = ["created", "software", *([] if ledger else ["mechanism", "run_id"]), *sorted(card.keys() - rests)]
-    found.append(f"what its maker states, and nothing here recomputes: {', '.join(map(quote, described))}")
+    described += ["target"] * ("epsilon" in card)
+    if "steps" in card and not ledger:
+        unsampled = "event" in card and flatten(read_claim(card).event).mu_squared > 0  # type: ignore[attr-defined]
+        described += ["steps", "noise_multiplier"] if unsampled else ["planned"]
+    stated = ", ".join(map(quote, described))
+    found.append(f"what its maker states, and nothing here recomputes: {stated}, and sentences that no field implies")
     if earlier := card.get("earlier_releases"):
         found.append(f"what {len(earlier)} earlier releases of the same data cost: their cards add to this one's")
     if not weights and "model" in card:
         known = "give them to compare them" if card.get("weights") else "the card holds no digest of them"
         found.append(f"which weights it speaks of: {known}")
-    if weights and card.get("weights") and "files" not in card:
+    if weights and card.get("weights") and not card.get("files"):
         found.append("the adapter's config, and whether files were added: the card holds no digest of them")
     if not ledger and card.get("run_id") is not None:
         found.append("unit, number of units, model and releases against the run's ledger: give it to compare them")

@@ -373,7 +373,7 @@ def wrong_rows(call: Call, rows: int) -> str:
     sizes = sorted({t.shape[0] for t in tensors(call) if t.dim()})
     return (
         f"the loader handed out {rows} rows but the model was called with {', '.join(map(str, sizes)) or 'none'}: pass each "
-        "batch once, and concatenate inside a wrapper module's forward()"
+        "batch whole; set max_physical_batch_size for smaller ones, concatenate inside forward()"
     )
 
 

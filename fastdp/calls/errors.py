@@ -18,8 +18,8 @@ def pass_writes(name: str) -> SelfCheckError:
 def unreleased_change(name: str) -> RuntimeError:
     """The refusal of a write outside of releases."""
     return RuntimeError(
-        f"{name} was changed outside of a release. Clamp weights in a hook: optimizer.register_step_post_hook. After loading "
-        "released ones call private.load_state_dict, or detach() and make_private again."
+        f"{name} was changed outside of a release. Write weights in optimizer.register_step_post_hook; after loading some, "
+        "call private.load_state_dict or detach()."
     )
 
 

@@ -7,9 +7,9 @@ TWO_FORWARDS = (
     "Two forward passes ran before one backward. Run one forward per batch, then backward(). Or call the model twice inside one "
     "wrapper module's forward()."
 )
-NO_BATCH = "backward() ran on a pass of no batch: take it from the loader, and run all passes before one backward()."
+NO_BATCH = "This batch is not private.data_loader's next: iterate over that, and run all passes before one backward()."
 FORWARD_AFTER_BACKWARD = (
-    "A forward pass ran after its batch's backward(). Run all passes first, then call backward() once on their sum."
+    "A forward pass ran after its batch's backward(). Call that once, on the sum of all passes; replace SAM by AdamW."
 )
 CALLED_ON_OUTPUTS = "The model was called on its own outputs. Run all steps inside its forward(), called once."
 OUTSIDE_OF_LOSS = (

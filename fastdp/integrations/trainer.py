@@ -7,9 +7,10 @@ import logging
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -72,6 +73,13 @@ def _trainer_wording() -> Iterator[None]:
 _ENDED_EARLY = (
     "Training ended early: set num_train_epochs or max_steps to what it takes, or go on with resume_from_checkpoint."
 )
+
+
+def _with_count(loss: Callable[..., Any], outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """A ``compute_loss_func`` that is given the number of a batch's labels, as Trainer's is."""
+    if num_items_in_batch is None and isinstance(labels, torch.Tensor):
+        num_items_in_batch = labels.ne(-100).sum()
+    return loss(outputs, labels, num_items_in_batch=num_items_in_batch)
 
 
 def _log_name(name: str) -> str:
@@ -180,6 +188,8 @@ class PrivateTraining(_TrainerBase):
         instance(PrivacyArguments, "fastdp.PrivacyArguments(target_epsilon=..., target_delta=...)", privacy=privacy)
         self._check_arguments(arguments, kwargs)
         super().__init__(*args, **kwargs)
+        if self.compute_loss_func is not None:
+            self.compute_loss_func = partial(_with_count, self.compute_loss_func)
         self.privacy = privacy
         self.private: Private | None = None
         # Clipping is per example. Trainer's own would clip the noisy sum a second time.

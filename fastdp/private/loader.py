@@ -485,10 +485,9 @@ def check_loader(loader: Any) -> int:
         raise ValueError("sampling with replacement is not what the accountant assumes; drop replacement=True")
     if isinstance(sampler, (RandomSampler, SequentialSampler)):
         batch_size = int(batches.batch_size)
-        if batches.drop_last:
-            warnings.warn(
-                "drop_last=True has no effect: private sampling draws every row at the same rate", stacklevel=3
-            )
+        given = {"drop_last=True": batches.drop_last, "num_samples": len(sampler) != size}
+        for name in itertools.compress(given, given.values()):
+            warnings.warn(f"{name} has no effect: private sampling draws every row at the same rate", stacklevel=3)
     else:
         batch_size = _batch_size_of(batches, sampler, size)
         warnings.warn(

@@ -14,8 +14,8 @@ from fastdp.verify import Checks
 #: Microbatches by which one is replayed, where any will be.
 _REPLAYED_BY = 32
 _ACCUMULATES = (
-    "step() did not follow backward(), as where gradients are accumulated. Set the DataLoader's batch_size to the accumulated "
-    "batch, and call step() after every backward()."
+    "step() of make_private's optimizer did not follow backward(). Call it after each; to accumulate, set the DataLoader's "
+    "batch_size to the accumulated batch."
 )
 
 

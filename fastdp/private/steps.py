@@ -281,7 +281,7 @@ class Steps:
             if not known:
                 raise RuntimeError(f"{UNDECLARED.format(name)} {self._spent()}")
             raise RuntimeError(
-                f"{name} holds an unclipped gradient at step(). Call backward() once, on a loss that has any penalty of weights "
+                f"{name} holds an unclipped gradient at step(). Return all that the loss reads from forward(); penalize weights "
                 "from the first batch on."
             )
 
@@ -307,8 +307,8 @@ class Steps:
         for name, shape, size in zip(self._stages.parameters, self._shapes, now):
             if size != shape:
                 raise RuntimeError(
-                    f"{name} was resized from {list(shape)} to {list(size)}. Resize it before make_private, or call detach() and "
-                    f"make_private again. {self._spent()}"
+                    f"{name} was resized from {list(shape)} to {list(size)}. Resize it before make_private, or after "
+                    f"detach(). {self._spent()}"
                 )
         # The loop has unfrozen more.
         self._shapes = now

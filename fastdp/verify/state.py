@@ -22,7 +22,7 @@ _KINDS = "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_
 _Buffers = dict[str, tuple[torch.Tensor, int]]
 #: Parameters, in order, how often each was written, and whether it is trained.
 _Parameters = tuple[list[Any], list[int], list[bool]]
-UNDECLARED = "{} is none of what this batch trains. Freeze it; or, with DP-SGD, unfreeze it before, in the optimizer."
+UNDECLARED = "{} is none of what this batch trains. Freeze it or, with DP-SGD, unfreeze it earlier, in the optimizer."
 MOVED = "{} is moved along a direction, without a gradient of its own: freeze it again."
 
 

@@ -84,8 +84,14 @@ def test_an_emptied_ledger_is_not_called_one_that_released_nothing(tmp_path, mon
     (tmp_path / "ledger.jsonl").write_bytes(left)
     with pytest.raises(LedgerError, match="was emptied, and releases were recorded in it: put back a copy"):
         begin(tmp_path, resume=True)
+    (tmp_path / "ledger.jsonl").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="is gone, and releases were recorded in it: put back a copy"):
+        begin(tmp_path, resume=True)
+    (tmp_path / "moved").rename(tmp_path / "ledger.jsonl")
     monkeypatch.setenv("FASTDP_STATE", str(tmp_path / "another"))
-    with pytest.raises(LedgerError, match="holds no complete record"):
+    with pytest.raises(
+        LedgerError, match="no complete record: put back a copy, or delete it if its run released nothing"
+    ):
         begin(tmp_path, resume=True)
     with pytest.raises(LedgerError, match="it is no ledger, or its run released nothing"):
         Ledger.read(tmp_path / "ledger.jsonl")

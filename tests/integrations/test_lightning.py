@@ -74,7 +74,7 @@ PRIVACY: dict[str, Any] = {"noise_multiplier": 1.0, "target_delta": 1e-3}
 
 def test_accumulation_is_refused_before_a_release() -> None:
     private = start(Classifier(), **PRIVACY)
-    with pytest.raises(RuntimeError, match=r"step\(\) did not follow backward\(\)"):
+    with pytest.raises(RuntimeError, match=r"optimizer did not follow backward\(\)"):
         fit(Module(private, centring(1)), accumulate_grad_batches=2)
     assert private.steps_done == 0
 

@@ -277,6 +277,16 @@ def test_a_subclass_may_compute_the_loss(tmp_path: Path) -> None:
     assert all(error(own, sums[0]) < 1e-4 for own in sums[1:])
 
 
+def test_a_loss_function_is_given_the_number_of_labels(tmp_path: Path) -> None:
+    """As Trainer counts them; of rows of one length its quotient is a mean over rows."""
+
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        assert num_items_in_batch == labels.numel()
+        return own_loss(outputs["logits"], labels).sum() * labels.shape[1] / num_items_in_batch
+
+    first_release(trainer(tmp_path, own={"compute_loss_func": loss}, num_train_epochs=1))
+
+
 def test_a_loss_over_the_whole_batch_is_refused_in_the_trainer_s_words(tmp_path: Path) -> None:
     made = trainer(tmp_path, kind=FromLogits)
     made.weight, made.reduction = torch.rand(made.model.config.vocab_size), "mean"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
 
 from tests.cases import cases
 from tests.engine.runs import PRIVATE, collate, examples, loader, logical_step, start
@@ -85,6 +85,7 @@ def of_own(batches: Any) -> DataLoader:
     "make, batch_size, said",
     [
         (lambda: loader(drop_last=True, shuffle=True), 8, "drop_last=True has no effect"),
+        (lambda: loader(sampler=RandomSampler(examples(), num_samples=9)), 8, "num_samples has no effect"),
         (lambda: of_own(Buckets(24, 6)), 6, "the loader's Buckets has no effect.* about 6 rows"),
         (lambda: of_own(Buckets(24, 10)), 10, "Buckets"),
         (lambda: of_own(Buckets(24, 10, drop_last=True)), 10, "Buckets"),
