@@ -59,17 +59,17 @@ struct Argument<T, std::enable_if_t<std::is_enum_v<T>>> {
     using Given = int;
     static T take(int number) { return static_cast<T>(number); }
 };
+// A position, if it says how noise is made: whoever asked for it must not get the words of fewer rounds, or of none.
+inline const Position &checked(const Position &position) {
+    if (position.double_rounds != 10 && position.double_rounds != 6)
+        throw std::invalid_argument("a position says 10 double rounds of ChaCha, or 6, not " +
+                                    std::to_string(position.double_rounds));
+    return position;
+}
 template <>
 struct Argument<const Position &> {
     using Given = Memory;
-    static const Position &take(Memory at) {
-        const Position &position = *reinterpret_cast<const Position *>(at.address);
-        // Whoever asked for noise must not get the words of fewer rounds, or of none.
-        if (position.double_rounds != 10 && position.double_rounds != 6)
-            throw std::invalid_argument("a position says 10 double rounds of ChaCha, or 6, not " +
-                                        std::to_string(position.double_rounds));
-        return position;
-    }
+    static const Position &take(Memory at) { return checked(*reinterpret_cast<const Position *>(at.address)); }
 };
 template <>
 struct Argument<const Factor &> {
