@@ -111,7 +111,7 @@ void bind(pybind11::module_ &m, const char *name, R (*kernel)(A...), Names... na
 // Every file that binds functions, each by a bind_FILE.
 #define FASTDP_FILES(each)                                                                                              \
     each(cpu) each(normal) each(noise) each(clip) each(adamw) each(bounds) each(norms_direct) each(norms_gram)           \
-        each(norms_onehot) each(sums) each(instances) each(snap) each(dchi) each(choice)
+        each(norms_onehot) each(sums) each(instances) each(snap) each(dchi) each(choice) each(objects)
 #define FASTDP_DECLARED(file) void bind_##file(pybind11::module_ &m);
 FASTDP_FILES(FASTDP_DECLARED)
 
