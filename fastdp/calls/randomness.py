@@ -130,7 +130,7 @@ def _python_words() -> numpy.ndarray | None:
 
 
 def _secret_words() -> numpy.ndarray:
-    """Words of a state that nobody knows: a key of the operating system's, expanded by ChaCha20, as reading all of them is slow."""
+    """Words of a state that nobody knows: ChaCha20's with a key of the operating system, which takes longer to give them all."""
     position = numpy.frombuffer(os.urandom(32) + struct.pack("<4I", 0, 0, 0, 10), numpy.uint32)
     words = numpy.empty(_WORDS, numpy.uint32)
     _native.chacha_words(words, 0, _WORDS // 16, position, 1, "")

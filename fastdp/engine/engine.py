@@ -272,7 +272,6 @@ class Engine(Passes):
                 weight = require_positive(parts[0][1][0]) * len(parts)
             parts = [(own, None) for own in every]
         self.drop_zero_gradients()
-        self.refuse_foreign_gradients("before the backward pass")
         self.blocked = CALLED_ON_OUTPUTS
         try:
             with gc_paused(), self._watched():

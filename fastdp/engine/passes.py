@@ -583,7 +583,8 @@ class Passes:
                 with repeatable(self.model) if two_pass else nullcontext():
                     self.accumulator.run(backward, open_sink, layout, uses, two_pass=two_pass)
                 self.backward_passes = max(self.backward_passes, 1 + two_pass)
-                self.refuse_foreign_gradients("in the backward pass")
+                if self.weights.cut or any(own.context.accumulates for own in every):
+                    self.refuse_foreign_gradients("in the backward pass")
         except UnsupportedUse as error:
             # Nothing has been added yet: captures are refused before the first norm is used.
             if self.trying or parts[0][1] is not None:
@@ -634,15 +635,16 @@ class Passes:
         return self._kept[shape] <= self._allowed
 
     def drop_zero_gradients(self) -> None:
-        """Free the gradients that ``zero_grad(set_to_none=False)`` set to zero; others stay, to be refused."""
-        if {None}.issuperset(map(_GRADIENT, self._parameters)):
+        """Free the gradients that ``zero_grad(set_to_none=False)`` set to zero, and refuse others."""
+        if not self.weights.cut and {None}.issuperset(map(_GRADIENT, self._parameters)):
             return
         held = [parameter for parameter in self._parameters if parameter.grad is not None]
         # One host synchronization, whatever their number.
-        some = torch.stack([to_local(p.grad).any().to(self.device) for p in held if p.grad is not None])
-        if not bool(some.any()):
+        some = [to_local(p.grad).any().to(self.device) for p in held if p.grad is not None]
+        if some and not bool(torch.stack(some).any()):
             for parameter in held:
                 parameter.grad = None
+        self.refuse_foreign_gradients("before the backward pass")
 
     def refuse_foreign_gradients(self, when: str) -> None:
         """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""

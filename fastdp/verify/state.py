@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import fastdp._native as _native
 from fastdp.calls.errors import pass_writes, unreleased_change
 from fastdp.calls.flow import DataFlow
 from fastdp.calls.randomness import BufferSnapshot, version
@@ -47,7 +48,11 @@ class StateCheck:
         self.rewritten: frozenset[int] = frozenset()
         #: Frozen parameters that releases move, and nothing else may, by identity.
         self.moved: frozenset[int] = frozenset()
-        self._structure: list[Any] | None = None
+        #: Modes of modules and whether parameters are trained, and what else modules held, when this was looked at last.
+        self._structure: tuple[list[bool], list[Any]] | None = None
+        #: What modules held as parameters, None among them, as buffers, and those of the latter that a state dict saves.
+        self._values, self._held_list, self._held_buffers, self._saved = ([] for _ in range(4))
+        self._counts: list[int] = []
         self._list_modules()
         self._settled: _Parameters = [], [], []
         self._frozen: list[Any] = []
@@ -60,7 +65,9 @@ class StateCheck:
         """Take parameters and buffers for released, or not yet trained; ``written``: only values changed since the check."""
         self._restore_parameters()
         known = self._settled[::2] if written and self._alike else ()
-        self._settled, self._buffers = self._parameters(*known), self._buffers if known else self._saved_buffers()
+        self._settled = self._parameters(*known)
+        if not known:
+            self.accept_buffers()
         self._frozen = self._frozen if known else [p for p, t in zip(*self._settled[::2]) if not t]
         self._alike = bool(known)
 
@@ -80,7 +87,7 @@ class StateCheck:
         if looked and before[1] == self._parameters(*before[::2])[1]:
             return
         now, declared = self._parameters(), before[0] if declared is None else declared
-        self._alike = before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
+        self._alike = before[1:] == now[1:] and (before[0] is now[0] or all(map(operator.is_, before[0], now[0])))
         # A module may hold a parameter that another one has too.
         if self._alike and {*map(id, declared)}.issuperset(map(id, itertools.compress(now[0], now[2]))):
             return
@@ -97,33 +104,41 @@ class StateCheck:
                 self.frozen_written = True
 
     def _require_buffers(self, error: Callable[[str], Exception]) -> None:
-        now = self._saved_buffers()
+        if _native.same_values(self._tables, self._held_buffers) and self._counts == list(map(version, self._saved)):
+            return
+        before, now = self._buffers, self._saved_buffers()
         for name, seen in now.items():
-            if name not in self.harmless and _was_written(self._buffers.get(name), seen):
+            if name not in self.harmless and _was_written(before.get(name), seen):
                 raise error(name)
-        self._buffers = now
+        self.accept_buffers()
 
     def accept_buffers(self) -> None:
         """Take buffers as they are, after a check has written and restored them."""
-        self._buffers = self._saved_buffers()
+        self._buffers, self._held_buffers = self._saved_buffers(), [b for own in self._tables for b in own.values()]
+        self._saved, self._counts = (
+            [b for b, _ in self._buffers.values()],
+            [count for _, count in self._buffers.values()],
+        )
 
     def structure_changed(self) -> bool:
         """Whether hooks, modules or their modes changed since this was last asked; False the first time."""
-        held = self._held()
-        trained = list(map(_TRAINED, held))
-        now = [own["training"] for own in self._attributes] + trained
-        now += [part for own in filter(None, self._inside) for part in own.values()]
-        before, self._structure = self._structure, now
-        if changed := before not in (None, now):
+        held, before = self._held(), self._structure
+        trained, parts = list(map(_TRAINED, held)), before[1] if before else []
+        if not _native.same_values(self._inside, parts):
+            parts = [part for own in self._inside for part in own.values()]
+        self._structure = [own["training"] for own in self._attributes] + trained, parts
+        if changed := before not in (None, self._structure):
             self._list_modules()
         known, _, were_trained = self._settled
-        self._alike &= not changed and were_trained == trained and all(map(operator.is_, known, held))
+        self._alike &= (
+            not changed and were_trained == trained and (known is held or all(map(operator.is_, known, held)))
+        )
         return changed
 
     def _list_modules(self) -> None:
         prefixes, modules = zip(*self.model.named_modules())
         self._owned, self._tables, *inside = zip(*map(operator.attrgetter(*_KINDS), modules))
-        self._inside = list(itertools.chain(*inside))
+        self._inside = tuple(itertools.chain(*inside))
         self._buffered = list(zip(prefixes, self._tables, modules))
         self._attributes = [own for own in map(vars, modules) if "training" in own]
 
@@ -139,7 +154,7 @@ class StateCheck:
         self._require_buffers(pass_writes)
         # Torch swaps the parameters of weights in pieces meanwhile.
         now, seen, _ = self._parameters(held if frozen or self._in_pieces else None, [])
-        alike = counts == seen and all(map(operator.is_, held, now))
+        alike = counts == seen and (held is now or all(map(operator.is_, held, now)))
         before = {} if alike else dict(zip(map(id, held), counts))
         for name, p in () if alike else self.model.named_parameters():
             if before.get(id(p), self._count(p) if frozen else -1) != self._count(p):
@@ -179,7 +194,11 @@ class StateCheck:
         self.rewritten |= {id(p) for p in parameters.values()}
 
     def _held(self) -> list[Any]:
-        return [p for own in filter(None, self._owned) for p in own.values() if p is not None]
+        """The parameters that modules hold; the same list as before for the same ones."""
+        if not _native.same_values(self._owned, self._values):
+            self._values = [p for own in self._owned for p in own.values()]
+            self._held_list = [p for p in self._values if p is not None]
+        return self._held_list
 
     def _parameters(self, held: list[Any] | None = None, trained: list[bool] | None = None) -> _Parameters:
         held = self._held() if held is None else held
