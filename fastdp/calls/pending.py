@@ -78,26 +78,36 @@ class PendingGradients:
         self._gradients: list[PendingGradient] | None = None
         #: Whether some parameter may hold one: at first one of an earlier run.
         self.placed = True
+        #: Whether a parameter came to have another shape, dtype or device.
+        self.changed = False
         self._handles: dict[int, Any] = {}
 
-    def place(self) -> None:
-        """Let every parameter without a gradient have a pending one; parameters in pieces have none."""
+    def place(self) -> bool:
+        """Let every parameter without a gradient have a pending one; parameters in pieces have none.
+
+        Returns whether a parameter has another gradient.
+        """
         self.placed = True
         try:
-            self._place()
+            return self._place()
         except RuntimeError:
             # A parameter was resized, cast or moved.
-            self._gradients = list(map(self._zeros, self._parameters))
-            self._place()
+            self._gradients, self.changed = list(map(self._zeros, self._parameters)), True
+            return self._place()
 
-    def _place(self) -> None:
+    def _place(self) -> bool:
+        others = False
         if self._gradients is None:
             self._gradients = [] if any(map(is_dtensor, self._parameters)) else list(map(self._zeros, self._parameters))
         for index, (parameter, pending) in enumerate(zip(self._parameters, self._gradients)):
-            if parameter.grad is None and parameter.requires_grad:
+            gradient = parameter.grad
+            if gradient is not None:
+                others |= not isinstance(gradient, PendingGradient)
+            elif parameter.requires_grad:
                 parameter.grad = pending
                 if index not in self._handles:
                     self._handles[index] = parameter.register_hook(partial(_make_way, weakref.ref(parameter)))
+        return others
 
     def clear(self) -> bool:
         """Take them away, those of an earlier run too; whether a parameter has another gradient."""

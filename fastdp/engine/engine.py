@@ -295,9 +295,15 @@ class Engine(Passes):
         ahead = bool(self.tickets) and self.tickets[0].probe is None
         self.complete = self._ended and (ahead or not self.checks.waiting_probes)
         self._ended &= not self.complete
-        self.pending.place()
+        if not self.pending.placed:
+            self.pending.place()
         if self.penalty.expected:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(parts[0][0], weight))
+
+    def refuse_strays(self) -> None:
+        """The same; in a loop's own backward pass, those that are found where gradients are expected from here on."""
+        if not self.blocked or self.trying or self.weights.cut or self.pending.place():
+            super().refuse_strays()
 
     def _expect_penalty(self, tops: Iterable[list[torch.Tensor]]) -> None:
         """Find out at the first backward pass whether it goes to weights beside the model, as to a penalty of them."""

@@ -583,8 +583,7 @@ class Passes:
                 with repeatable(self.model) if two_pass else nullcontext():
                     self.accumulator.run(backward, open_sink, layout, uses, two_pass=two_pass)
                 self.backward_passes = max(self.backward_passes, 1 + two_pass)
-                if self.weights.cut or any(own.context.accumulates for own in every):
-                    self.refuse_foreign_gradients("in the backward pass")
+                self.refuse_strays()
         except UnsupportedUse as error:
             # Nothing has been added yet: captures are refused before the first norm is used.
             if self.trying or parts[0][1] is not None:
@@ -645,6 +644,10 @@ class Passes:
             for parameter in held:
                 parameter.grad = None
         self.refuse_foreign_gradients("before the backward pass")
+
+    def refuse_strays(self) -> None:
+        """Refuse gradients that a backward pass gave parameters beside its captures."""
+        self.refuse_foreign_gradients("in the backward pass")
 
     def refuse_foreign_gradients(self, when: str) -> None:
         """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""

@@ -306,10 +306,10 @@ class Steps:
         return list(map(_SHAPE, self._stages.parameters.values()))
 
     def _refuse_resized(self) -> None:
-        """Resizing sets `.data`, which torch's version counters do not tell."""
-        now = self._current_shapes()
-        if now == self._shapes:
+        """Resizing sets `.data`, which torch's version counters do not tell; pending gradients do."""
+        if not self._stages.engine.pending.changed:
             return
+        now = self._current_shapes()
         for name, shape, size in zip(self._stages.parameters, self._shapes, now):
             if size != shape:
                 raise RuntimeError(

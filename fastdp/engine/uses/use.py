@@ -78,8 +78,6 @@ class CaptureContext:
         #: Whether a backward pass has to run all of its graph: something hooks on it that lies before no parameter, or a module
         #: that reads trained ones ran without gradients, as under reentrant checkpointing, and is computed anew within it.
         self.whole = False
-        #: Whether a parameter may have got a gradient of its own.
-        self.accumulates = True
 
     def note(self, operation: str, x: torch.Tensor, fold: BatchAxis | None) -> None:
         """Note the shape of a use's input; raises `UnsupportedUse` if it cannot be cut into the rows."""
@@ -362,10 +360,9 @@ def differentiate(
             tops, ends, seeds, retain_graph=retain, allow_unused=True
         )
         caught[:] = found[: len(every)]
-        context.accumulates = False
         for parameter, gradient in zip(trained, found[len(every) :]):
             if gradient is not None:
-                parameter.grad, context.accumulates = gradient, True
+                parameter.grad = gradient
     _give_norms(context)
     if not every:
         return
