@@ -124,7 +124,8 @@ def _python_words() -> numpy.ndarray | None:
     start, size = object.__basicsize__, 4 * (_WORDS + 1)
     if sys.implementation.name != "cpython" or random.Random.__base__.__basicsize__ < start + size:  # type: ignore[union-attr]
         return None
-    words = numpy.frombuffer((ctypes.c_uint32 * (_WORDS + 1)).from_address(id(_PYTHON) + start), numpy.uint32)
+    held: Any = (ctypes.c_uint32 * (_WORDS + 1)).from_address(id(_PYTHON) + start)
+    words = numpy.frombuffer(held, numpy.uint32)
     known = _PYTHON.getstate()[1]
     return words if (*words[1:], words[0]) == known else None
 
@@ -221,6 +222,15 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
 def version(tensor: torch.Tensor) -> int:
     """How often torch counted an in-place write to a tensor; 0 for inference tensors, which have no count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def was_written(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor, int]) -> bool:
+    """Whether a buffer was written, or replaced by one of other values: a model may be moved to another device."""
+    if before is None or before[0] is after[0]:
+        return before is None or before[1] != after[1]
+    old, new = before[0], after[0]
+    same = version(old) == before[1] and old.shape == new.shape and old.dtype == new.dtype
+    return not (same and torch.equal(old.to(new.device), new))
 
 
 def _is_scripted(module: torch.nn.Module) -> bool:

@@ -97,6 +97,8 @@ class Engine(Passes):
         self._forwards = 0
         self._junction: Callable[[], Junction | None] = lambda: None
         self.twice = lambda: self._forwards > 1
+        # In a loop's own backward pass they are found where gradients are expected from here on.
+        self.may_stray = lambda: not self.blocked or self.trying or self.weights.cut or self.pending.place()
         #: Whether the loop takes each batch before the backward pass of the one before; its last one has none behind it.
         self.takes_ahead = False
         self.probes_come = lambda: not self.takes_ahead or len(self.tickets) > 1
@@ -271,7 +273,8 @@ class Engine(Passes):
             if every[0].verify or self.penalty.expected or self.device.type == "cpu":
                 weight = require_positive(parts[0][1][0]) * len(parts)
             parts = [(own, None) for own in every]
-        self.drop_zero_gradients()
+        if self.drop_zero_gradients():
+            self.refuse_foreign_gradients("before the backward pass")
         self.blocked = CALLED_ON_OUTPUTS
         try:
             with gc_paused(), self._watched():
@@ -299,11 +302,6 @@ class Engine(Passes):
             self.pending.place()
         if self.penalty.expected:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(parts[0][0], weight))
-
-    def refuse_strays(self) -> None:
-        """The same; in a loop's own backward pass, those that are found where gradients are expected from here on."""
-        if not self.blocked or self.trying or self.weights.cut or self.pending.place():
-            super().refuse_strays()
 
     def _expect_penalty(self, tops: Iterable[list[torch.Tensor]]) -> None:
         """Find out at the first backward pass whether it goes to weights beside the model, as to a penalty of them."""

@@ -266,8 +266,8 @@ class Steps:
         parameters, every = self._stages.engine.parameters, list[torch.Tensor]()
         for group in optimizer.param_groups:
             every += group["params"]
-        declared, known = self._declared
-        if not others and declared is parameters and len(known) == len(every) and all(map(operator.is_, known, every)):
+        declared, seen = self._declared
+        if not others and declared is parameters and len(seen) == len(every) and all(map(operator.is_, seen, every)):
             return
         trained = set(map(id, parameters.values()))
         if not others and trained.issuperset(map(id, every)):

@@ -72,9 +72,8 @@ class LoopCheck:
         self._divisors: list[str] = []
         #: Of the batch at hand: the row that is compared, whether loop or model drew, the tolerance, and the random states around
         #: its first pass.
-        self._row, self._draws, self._rounding = 0, False, 0.0
+        self._row, self._draws, self._rounding, self._open_contexts = 0, False, 0.0, ExitStack()
         self._state_before = self._state_after = rng_state()
-        self._open_contexts = ExitStack()
 
     def begin(self, source: Collation, rows: int, *, ahead: bool = False) -> None:
         """Plan probe batches of at most ``rows`` examples; ``ahead`` is for loops that take them before they use earlier ones."""

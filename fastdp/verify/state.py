@@ -13,7 +13,7 @@ import torch
 import fastdp._native as _native
 from fastdp.calls.errors import pass_writes, unreleased_change
 from fastdp.calls.flow import DataFlow
-from fastdp.calls.randomness import BufferSnapshot, version
+from fastdp.calls.randomness import BufferSnapshot, version, was_written
 from fastdp.distributed.pieces import is_dtensor, writes
 
 _TRAINED, _VERSION = map(operator.attrgetter, ("requires_grad", "_version"))
@@ -50,12 +50,10 @@ class StateCheck:
         self.moved: frozenset[int] = frozenset()
         #: Modes of modules and whether parameters are trained, and what else modules held, when this was looked at last.
         self._structure: tuple[list[bool], list[Any]] | None = None
-        #: What modules held as parameters, None among them, as buffers, and those of the latter that a state dict saves.
-        self._values, self._held_list, self._held_buffers, self._saved = ([] for _ in range(4))
-        self._counts: list[int] = []
+        #: What modules held as parameters, with None and without, and as buffers; and parameters that were frozen when settled.
+        self._values, self._held_list, self._held_buffers, self._frozen = (list[Any]() for _ in range(4))
         self._list_modules()
         self._settled: _Parameters = [], [], []
-        self._frozen: list[Any] = []
         self._alike = False  # whether modules held the settled parameters when they were looked at last
         #: Whether a frozen parameter was written between passes.
         self.frozen_written = False
@@ -104,21 +102,17 @@ class StateCheck:
                 self.frozen_written = True
 
     def _require_buffers(self, error: Callable[[str], Exception]) -> None:
-        if _native.same_values(self._tables, self._held_buffers) and self._counts == list(map(version, self._saved)):
+        written = (version(buffer) != count for buffer, count in self._buffers.values())
+        if _native.same_values(self._tables, self._held_buffers) and not any(written):
             return
-        before, now = self._buffers, self._saved_buffers()
-        for name, seen in now.items():
-            if name not in self.harmless and _was_written(before.get(name), seen):
+        for name, seen in self._saved_buffers().items():
+            if name not in self.harmless and was_written(self._buffers.get(name), seen):
                 raise error(name)
         self.accept_buffers()
 
     def accept_buffers(self) -> None:
         """Take buffers as they are, after a check has written and restored them."""
         self._buffers, self._held_buffers = self._saved_buffers(), [b for own in self._tables for b in own.values()]
-        self._saved, self._counts = (
-            [b for b, _ in self._buffers.values()],
-            [count for _, count in self._buffers.values()],
-        )
 
     def structure_changed(self) -> bool:
         """Whether hooks, modules or their modes changed since this was last asked; False the first time."""
@@ -130,9 +124,7 @@ class StateCheck:
         if changed := before not in (None, self._structure):
             self._list_modules()
         known, _, were_trained = self._settled
-        self._alike &= (
-            not changed and were_trained == trained and (known is held or all(map(operator.is_, known, held)))
-        )
+        self._alike &= not changed and were_trained == trained and all(map(operator.is_, known, held))
         return changed
 
     def _list_modules(self) -> None:
@@ -172,7 +164,7 @@ class StateCheck:
         snapshot = BufferSnapshot(self.model)
         buffers, counts = self._saved_buffers(), {n: writes(p) for n, p in self.model.named_parameters()}
         yield
-        written = {n for n, seen in self._saved_buffers().items() if _was_written(buffers.get(n), seen)}
+        written = {n for n, seen in self._saved_buffers().items() if was_written(buffers.get(n), seen)}
         parameters = {n: p for n, p in self.model.named_parameters() if counts.get(n) != writes(p)}
         if not written and not parameters:
             return
@@ -216,12 +208,3 @@ class StateCheck:
             for name, buffer in own.items()
             if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
         }
-
-
-def _was_written(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor, int]) -> bool:
-    """Whether a buffer was written, or replaced by one of other values: a model may be moved to another device."""
-    if before is None or before[0] is after[0]:
-        return before is None or before[1] != after[1]
-    old, new = before[0], after[0]
-    same = version(old) == before[1] and old.shape == new.shape and old.dtype == new.dtype
-    return not (same and torch.equal(old.to(new.device), new))
