@@ -68,15 +68,16 @@ def seed_from_os(devices: Sequence[int] = ()) -> Iterator[None]:
     states = [generator.get_state() for generator in generators]
     # A loop that leaves its iterator open ends it with the interpreter, where nothing draws any more and modules are gone.
     finalizing = sys.is_finalizing
+    secret = _secret_words(3)
     # Numpy's bit generator is swapped: copying its state, or seeding it, takes longer than a small layer.
     if own is spare or words is None:
         # A new one begins at numbers of the operating system too.
         spare = numpy.random.MT19937()
     else:
-        words[:_WORDS], words[_WORDS] = _secret_words(), _WORDS
+        words[:_WORDS], words[_WORDS] = secret[2], _WORDS
     numpy.random.set_bit_generator(spare)  # type: ignore[attr-defined]
     try:
-        _forget_others()
+        _forget_others(secret)
         for index in devices:
             _gpu_generators()[index].manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
         yield
@@ -90,18 +91,18 @@ def seed_from_os(devices: Sequence[int] = ()) -> Iterator[None]:
 
 def forget_seeds() -> None:
     """Seed every random state of the host from the operating system, whatever the user's seed."""
-    _forget_others()
+    _forget_others(_secret_words(2))
     numpy.random.seed(numpy.frombuffer(os.urandom(32), dtype=numpy.uint32))  # noqa: NPY002
 
 
-def _forget_others() -> None:
-    """`forget_seeds` of torch and Python."""
-    torch.default_generator.set_state(_unknown_state())
-    python = _python_words()
-    if python is None:
+def _forget_others(secret: numpy.ndarray) -> None:
+    """`forget_seeds` of torch and Python, whose states get these words."""
+    torch.default_generator.set_state(_unknown_state(secret[0]))
+    words = _python_words()
+    if words is None:
         random.seed(int.from_bytes(os.urandom(32), "little"))
     else:
-        _set_python_state((numpy.append(numpy.uint32(_WORDS), _secret_words()), None))
+        words[0], words[1:], _PYTHON.gauss_next = _WORDS, secret[1], None
 
 
 def _python_state() -> Any:
@@ -130,11 +131,11 @@ def _python_words() -> numpy.ndarray | None:
     return words if (*words[1:], words[0]) == known else None
 
 
-def _secret_words() -> numpy.ndarray:
-    """Words of a state that nobody knows: ChaCha20's with a key of the operating system, which takes longer to give them all."""
+def _secret_words(states: int) -> numpy.ndarray:
+    """Words of so many states: ChaCha20's with a key of the operating system, which takes longer to give all of them."""
     position = numpy.frombuffer(os.urandom(32) + struct.pack("<4I", 0, 0, 0, 10), numpy.uint32)
-    words = numpy.empty(_WORDS, numpy.uint32)
-    _native.chacha_words(words, 0, _WORDS // 16, position, 1, "")
+    words = numpy.empty((states, _WORDS), numpy.uint32)
+    _native.chacha_words(words, 0, states * _WORDS // 16, position, 1, "")
     return words
 
 
@@ -306,15 +307,15 @@ def seed_own_generators(*owners: Any) -> None:
     """Seed them from the operating system."""
     for generator in own_generators(*owners):
         if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
-            generator.set_state(_unknown_state())
+            generator.set_state(_unknown_state(_secret_words(1)[0]))
         else:
             set_seed(generator, int.from_bytes(os.urandom(32), "little"))
 
 
-def _unknown_state() -> torch.Tensor:
-    """A state of torch's CPU generator with every word drawn; a seed would set 32 bits of it."""
+def _unknown_state(secret: numpy.ndarray) -> torch.Tensor:
+    """A state of torch's CPU generator with these words; a seed would set 32 bits of it."""
     state, words = _state_and_words()
-    words[:] = _secret_words()
+    words[:] = secret
     return state
 
 

@@ -130,7 +130,8 @@ class Engine(Passes):
         if dist.is_available() and dist.is_initialized():
             self.ranks.enter()
         if not self.weights.cut and (
-            hasattr(self.model, "reshard") or (self.route is None and any(map(is_dtensor, self.model.parameters())))
+            hasattr(type(self.model), "reshard")
+            or (self.route is None and any(map(is_dtensor, self.model.parameters())))
         ):
             raise RuntimeError(
                 "fully_shard was called after make_private, and nothing would clip what it gathers: call it first, then build "
