@@ -59,17 +59,17 @@ struct Argument<T, std::enable_if_t<std::is_enum_v<T>>> {
     using Given = int;
     static T take(int number) { return static_cast<T>(number); }
 };
+// A position, if it says how noise is made: whoever asked for it must not get the words of fewer rounds, or of none.
+inline const Position &checked(const Position &position) {
+    if (position.double_rounds != 10 && position.double_rounds != 6)
+        throw std::invalid_argument("a position says 10 double rounds of ChaCha, or 6, not " +
+                                    std::to_string(position.double_rounds));
+    return position;
+}
 template <>
 struct Argument<const Position &> {
     using Given = Memory;
-    static const Position &take(Memory at) {
-        const Position &position = *reinterpret_cast<const Position *>(at.address);
-        // Whoever asked for noise must not get the words of fewer rounds, or of none.
-        if (position.double_rounds != 10 && position.double_rounds != 6)
-            throw std::invalid_argument("a position says 10 double rounds of ChaCha, or 6, not " +
-                                        std::to_string(position.double_rounds));
-        return position;
-    }
+    static const Position &take(Memory at) { return checked(*reinterpret_cast<const Position *>(at.address)); }
 };
 template <>
 struct Argument<const Factor &> {
@@ -111,7 +111,7 @@ void bind(pybind11::module_ &m, const char *name, R (*kernel)(A...), Names... na
 // Every file that binds functions, each by a bind_FILE.
 #define FASTDP_FILES(each)                                                                                              \
     each(cpu) each(normal) each(noise) each(clip) each(adamw) each(bounds) each(norms_direct) each(norms_gram)           \
-        each(norms_onehot) each(sums) each(instances) each(snap) each(dchi) each(choice)
+        each(norms_onehot) each(sums) each(instances) each(snap) each(dchi) each(choice) each(objects)
 #define FASTDP_DECLARED(file) void bind_##file(pybind11::module_ &m);
 FASTDP_FILES(FASTDP_DECLARED)
 

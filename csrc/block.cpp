@@ -79,7 +79,6 @@ FASTDP_AVX512 inline float sum_of(vf v) { return _mm512_reduce_add_ps(v); }
 #endif
 
 constexpr int64_t kWordsAnItem = 4096;  // of a mask, about 10 us
-constexpr int64_t kChunkTokens = 256;  // tokens at a time: the rows of L they touch stay within reach of address translation
 
 // Columns [start, start + count) of tokens [first, last) of a list, copied to rows of `pitch` floats, zero past `count`.
 Rows packed(const Factor &factor, const Tokens &tokens, int64_t first, int64_t last, int64_t start, int64_t count,

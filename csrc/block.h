@@ -11,6 +11,7 @@ namespace fastdp {
 constexpr int64_t kBlockRows = 6;      // with 64 columns, 24 vectors of 16 lanes: the most that leave room for operands
 constexpr int64_t kBlockColumns = 64;  // one word of a mask
 constexpr int64_t kChunkRows = 96;     // columns of L taken at a time
+constexpr int64_t kChunkTokens = 256;  // tokens at a time: the rows of L they touch stay within reach of address translation
 
 // Tokens of a factor as rows of floats, `pitch` apart.
 struct Rows {

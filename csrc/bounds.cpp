@@ -32,16 +32,10 @@ double row_norm(const BlockKernels &kernels, const Factor &factor, int64_t t, bo
     return square ? std::sqrt(padded(total, factor.width)) : total + std::sqrt(kPaddingSquare) * factor.width;
 }
 
-// counts[unit], float64: how many of a unit's tokens add to the gradient by any of the lefts, or by ids where there are none.
-void token_counts(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, double *counts) {
-    nonzero_tokens({left}, right, bounds).write_counts(counts);
-}
+}  // namespace
 
-// out[unit] = sum over its tokens of the norms of R's rows, times those of L's where L is no vector of ids; tokens that add
-// nothing are left out, and counts[unit] is how many are not.
-void row_products(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, bool one_hot, bool square,
-                  double *out, double *counts, int threads) {
-    const Tokens kept = nonzero_tokens(one_hot ? std::vector<Factor>{} : std::vector<Factor>{left}, right, bounds);
+void row_products_of(const Factor &left, const Factor &right, const Tokens &kept, bool one_hot, bool square, double *out,
+                     double *counts, int threads) {
     kept.write_counts(counts);
     const int64_t tokens = kept.count();
     const BlockKernels &kernels = block_kernels();
@@ -54,10 +48,24 @@ void row_products(const Factor &left, const Factor &right, const std::vector<int
                           (one_hot ? 1 : row_norm(kernels, left, t, square, room));
         }
     });
-    for (size_t unit = 0; unit + 1 < bounds.size(); ++unit) {
+    for (int64_t unit = 0; unit < kept.units(); ++unit) {
         out[unit] = 0;
         for (int64_t t = kept.bounds[unit]; t < kept.bounds[unit + 1]; ++t) out[unit] += products[t];
     }
+}
+
+namespace {
+
+// counts[unit], float64: how many of a unit's tokens add to the gradient by any of the lefts, or by ids where there are none.
+void token_counts(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, double *counts) {
+    nonzero_tokens({left}, right, bounds).write_counts(counts);
+}
+
+// As row_products_of, over all tokens that add anything.
+void row_products(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, bool one_hot, bool square,
+                  double *out, double *counts, int threads) {
+    const Tokens kept = nonzero_tokens(one_hot ? std::vector<Factor>{} : std::vector<Factor>{left}, right, bounds);
+    row_products_of(left, right, kept, one_hot, square, out, counts, threads);
 }
 
 // Parts of the gradients: `count` rows of a power of each unit, float32 or float64; and of their products and tokens, or null.

@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "factor.h"
+
 namespace fastdp {
 
 constexpr double kPaddingSquare = 0x1p-84;  // an entry's, so that products too small for float32 are covered: (2^-42)^2
@@ -13,5 +15,10 @@ constexpr double kOwnSlack = 1 + 0x1p-30;
 
 // The square of a row's norm, raised by what underflow may have taken from it.
 inline double padded(double square, int64_t width) { return square + kPaddingSquare * static_cast<double>(width); }
+
+// out[unit] = sum over its `kept` tokens of the norms of R's rows, times those of L's where L is no vector of ids; counts[unit]
+// is how many tokens it has.
+void row_products_of(const Factor &left, const Factor &right, const Tokens &kept, bool one_hot, bool square, double *out,
+                     double *counts, int threads);
 
 }  // namespace fastdp

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <limits>
 #include <stdexcept>
+#include <tuple>
+#include <vector>
 
 #include "bindings.h"
 
@@ -92,6 +94,14 @@ void add_noise(char *base, Dtype type, uint64_t first, int64_t n, double std, co
     });
 }
 
+// add_noise to several tensors: address, dtype, first element, elements and standard deviation of each, at its own position.
+using Noised = std::tuple<uintptr_t, int, uint64_t, int64_t, double>;
+
+void add_noise_group(const std::vector<Noised> &every, const Position *positions, bool rounded, int threads) {
+    for (const auto &[address, type, first, n, std] : every)
+        add_noise(reinterpret_cast<char *>(address), static_cast<Dtype>(type), first, n, std, checked(*positions++), rounded, threads);
+}
+
 // The words of blocks [first, first + blocks).
 void words(uint32_t *out, uint32_t first, int64_t blocks, const Position &at, int threads, const std::string &name) {
     const NoiseLanes &lanes = noise_lanes(name);
@@ -127,7 +137,7 @@ std::pair<double, double> exact(const Position &at, uint64_t index) {
 }  // namespace
 
 void bind_noise(pybind11::module_ &m) {
-    bind(m, "add_noise", &add_noise, "x", "dtype", "first", "n", "std", "position", "rounded", "threads");
+    bind(m, "add_noise_group", &add_noise_group, "every", "positions", "rounded", "threads");
     bind(m, "chacha_words", &words, "out", "first", "blocks", "position", "threads", "isa");
     bind(m, "noise_normals", &normals, "out", "first", "n", "position", "threads", "isa");
     bind(m, "exact_normal", &exact, "position", "index");

@@ -8,6 +8,7 @@
 
 #include "bindings.h"
 #include "block.h"
+#include "bounds.h"
 #include "factor.h"
 #include "team.h"
 
@@ -19,9 +20,8 @@ namespace {
 // masked_square alone, whose second row is what lies outside. Sums are float32 over a row of a band and float64 beyond, in
 // an order that neither threads nor zero tokens change. Unless `gradients` is null, float32 [units][m][n], the gradients
 // that are measured are kept there.
-void direct_norms(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, Measure measure,
-                  const uint8_t *mask, float *out, float *gradients, int threads) {
-    const Tokens tokens = nonzero_tokens({left}, right, bounds);
+void norms_of(const Factor &left, const Factor &right, const Tokens &tokens, Measure measure, const uint8_t *mask, float *out,
+              float *gradients, int threads) {
     const int64_t units = tokens.units(), m = left.width, n = right.width;
     const int64_t panels = (n + kBlockColumns - 1) / kBlockColumns;
     const BlockKernels &kernels = block_kernels();
@@ -59,10 +59,33 @@ void direct_norms(const Factor &left, const Factor &right, const std::vector<int
     sum_parts(partial, measure, units, panels, out);
 }
 
+void direct_norms(const Factor &left, const Factor &right, const std::vector<int64_t> &bounds, Measure measure,
+                  const uint8_t *mask, float *out, float *gradients, int threads) {
+    norms_of(left, right, nonzero_tokens({left}, right, bounds), measure, mask, out, gradients, threads);
+}
+
+// Of each pair what direct_norms has as `squares` [pair][unit], transposed where the left is wider than `few` columns and the
+// right not; 0 where `known` says so; and what row_products has.
+void direct_norms_group(const std::vector<Factor> &lefts, const std::vector<Factor> &rights, const std::vector<int64_t> &bounds,
+                        const std::vector<bool> &known, int64_t few, float *squares, double *products, double *counts,
+                        int threads) {
+    const int64_t units = static_cast<int64_t>(bounds.size()) - 1;
+    for (size_t pair = 0; pair < lefts.size(); ++pair, squares += units, products += units, counts += units) {
+        const Factor &left = lefts[pair], &right = rights[pair];
+        const Tokens tokens = nonzero_tokens({left}, right, bounds);
+        const bool turned = right.width <= few && few < left.width;
+        if (known[pair]) std::fill_n(squares, units, 0.0f);
+        else norms_of(turned ? right : left, turned ? left : right, tokens, Measure::square, nullptr, squares, nullptr, threads);
+        row_products_of(left, right, tokens, false, true, products, counts, threads);
+    }
+}
+
 }  // namespace
 
 void bind_norms_direct(pybind11::module_ &m) {
     bind(m, "direct_norms", &direct_norms, "left", "right", "bounds", "measure", "mask", "out", "gradients", "threads");
+    bind(m, "direct_norms_group", &direct_norms_group, "lefts", "rights", "bounds", "known", "few", "squares", "products",
+         "counts", "threads");
 }
 
 }  // namespace fastdp

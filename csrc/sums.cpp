@@ -2,6 +2,7 @@
 // a layer norm's by unit.
 #include <algorithm>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
@@ -93,6 +94,60 @@ void masked_weighted_sum(const Factor &left, const Factor &right, const std::vec
     });
 }
 
+// Of each pair the sum over units of weights[pair][unit] times the unit's gradient, written to outs[pair], float32 [m, n], or
+// added to it where that was `begun`. The narrower factor is scaled; a unit of weight 0 is not read. Each entry is added up over
+// kChunkTokens tokens at a time, in their order.
+void weighted_sum_group(const std::vector<Factor> &lefts, const std::vector<Factor> &rights, const std::vector<int64_t> &bounds,
+                        const float *weights, const std::vector<uintptr_t> &outs, const std::vector<bool> &begun, int threads) {
+    const int64_t pairs = static_cast<int64_t>(lefts.size()), units = static_cast<int64_t>(bounds.size()) - 1;
+    const BlockKernels &kernels = block_kernels();
+    std::vector<Tokens> tokens(pairs);
+    std::vector<std::vector<float>> scaled(pairs);
+    std::vector<std::pair<int64_t, int64_t>> items;
+    const auto turned = [&](int64_t pair) { return rights[pair].width < lefts[pair].width; };
+    for (int64_t pair = 0; pair < pairs; ++pair)
+        for (int64_t at = 0; at < std::max(lefts[pair].width, rights[pair].width); at += kBlockColumns) items.emplace_back(pair, at);
+    team_for(pairs, threads, [&](int64_t pair) {
+        const Factor &narrow = turned(pair) ? rights[pair] : lefts[pair];
+        scaled[pair].resize(bounds.back() * narrow.width);
+        for (int64_t unit = 0; unit < units; ++unit) {
+            const float weight = weights[pair * units + unit];
+            for (int64_t t = bounds[unit]; weight != 0 && t < bounds[unit + 1]; ++t) {
+                float *row = scaled[pair].data() + t * narrow.width;
+                read_row(narrow, t, 0, narrow.width, row);
+                for (int64_t j = 0; j < narrow.width; ++j) row[j] *= weight;
+                tokens[pair].at.push_back(t);
+            }
+        }
+    });
+    team_for(static_cast<int64_t>(items.size()), threads, [&](int64_t item) {
+        static thread_local Panels panels_of_thread;
+        const auto [pair, at] = items[item];
+        const Factor &wide = turned(pair) ? lefts[pair] : rights[pair];
+        const int64_t width = std::min(lefts[pair].width, rights[pair].width), columns = std::min(kBlockColumns, wide.width - at);
+        const int64_t count = static_cast<int64_t>(tokens[pair].at.size());
+        const Factor narrow{scaled[pair].data(), Element::f32, width, width, 1};
+        float *out = reinterpret_cast<float *>(outs[pair]);
+        alignas(64) float total[kChunkRows * kBlockColumns], band[kChunkRows * kBlockColumns];
+        for (int64_t start = 0; start < width; start += kChunkRows) {
+            const int64_t rows = std::min(kChunkRows, width - start);
+            std::fill_n(total, rows * kBlockColumns, 0.0f);
+            for (int64_t first = 0; first < count; first += kChunkTokens) {
+                const int64_t last = std::min(count, first + kChunkTokens);
+                const Rows r = right_panel(wide, tokens[pair], first, last, at, columns, rows, panels_of_thread);
+                compute_band(kernels, narrow, r, tokens[pair], first, last, start, rows, columns, panels_of_thread, band);
+                for (int64_t i = 0; i < rows * kBlockColumns; ++i) total[i] += band[i];
+            }
+            const int64_t down = turned(pair) ? 1 : wide.width, across = turned(pair) ? width : 1;
+            for (int64_t row = 0; row < rows; ++row)
+                for (int64_t j = 0; j < columns; ++j) {
+                    float &entry = out[(start + row) * down + (at + j) * across];
+                    entry = begun[pair] ? entry + total[row * kBlockColumns + j] : total[row * kBlockColumns + j];
+                }
+        }
+    });
+}
+
 // out[ids[t]] += masked[t] * R[t] for t < tokens: `out` float32, rows `out_stride` apart and columns next to each other; `masked`
 // float32, contiguous; tokens of weight 0 are not read. With `bytes`, a mask over the table, `unmasked` are the weights of entries
 // outside. Each thread owns columns, so tokens are added in their order whatever the threads.
@@ -128,6 +183,7 @@ void bind_sums(pybind11::module_ &m) {
     bind(m, "affine_sums", &affine_sums, "gradient", "x", "mean", "rstd", "bounds", "out", "threads");
     bind(m, "masked_weighted_sum", &masked_weighted_sum, "left", "right", "bounds", "masked", "unmasked", "mask", "out",
          "out_row", "threads");
+    bind(m, "weighted_sum_group", &weighted_sum_group, "lefts", "rights", "bounds", "weights", "outs", "begun", "threads");
     bind(m, "onehot_add", &onehot_add, "ids", "ids_stride", "right", "tokens", "masked", "unmasked", "mask", "out", "out_stride",
          "threads");
 }

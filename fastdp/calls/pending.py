@@ -75,31 +75,50 @@ class PendingGradients:
     def __init__(self, model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter], *, scaled: Callable[[], bool]):
         self._model, self._scaled = weakref.ref(model), scaled
         self._parameters = list(parameters)
-        self._gradients: list[PendingGradient] = []
+        self._gradients: list[PendingGradient] | None = None
         #: Whether some parameter may hold one: at first one of an earlier run.
         self.placed = True
-        self._kinds: list[Any] = []
+        #: Whether a parameter came to have another shape, dtype or device.
+        self.changed = False
         self._handles: dict[int, Any] = {}
 
-    def place(self) -> None:
-        """Let every parameter without a gradient have a pending one; parameters in pieces have none."""
+    def place(self) -> bool:
+        """Let every parameter without a gradient have a pending one; parameters in pieces have none.
+
+        Returns whether a parameter has another gradient.
+        """
         self.placed = True
-        kinds = [(p.shape, p.dtype, p.device) for p in self._parameters]
-        if kinds != self._kinds:
-            self._kinds = kinds
+        try:
+            return self._place()
+        except RuntimeError:
+            # A parameter was resized, cast or moved.
+            self._gradients, self.changed = list(map(self._zeros, self._parameters)), True
+            return self._place()
+
+    def _place(self) -> bool:
+        others = False
+        if self._gradients is None:
             self._gradients = [] if any(map(is_dtensor, self._parameters)) else list(map(self._zeros, self._parameters))
         for index, (parameter, pending) in enumerate(zip(self._parameters, self._gradients)):
-            if parameter.grad is None and parameter.requires_grad:
+            gradient = parameter.grad
+            if gradient is not None:
+                others |= not isinstance(gradient, PendingGradient)
+            elif parameter.requires_grad:
                 parameter.grad = pending
                 if index not in self._handles:
                     self._handles[index] = parameter.register_hook(partial(_make_way, weakref.ref(parameter)))
+        return others
 
-    def clear(self) -> None:
-        """Take them away, those of an earlier run too."""
-        self.placed = False
+    def clear(self) -> bool:
+        """Take them away, those of an earlier run too; whether a parameter has another gradient."""
+        self.placed = others = False
         for parameter in self._parameters:
-            if isinstance(parameter.grad, PendingGradient):
-                parameter.grad = None
+            if (gradient := parameter.grad) is not None:
+                if isinstance(gradient, PendingGradient):
+                    parameter.grad = None
+                else:
+                    others = True
+        return others
 
     def remove(self) -> None:
         """The same for good."""

@@ -98,6 +98,8 @@ class Engine(Passes):
         self._forwards = 0
         self._junction: Callable[[], Junction | None] = lambda: None
         self.twice = lambda: self._forwards > 1
+        # In a loop's own backward pass they are found where gradients are expected from here on.
+        self.may_stray = lambda: not self.blocked or self.trying or self.weights.cut or self.pending.place()
         #: Whether the loop takes each batch before the backward pass of the one before; its last one has none behind it.
         self.takes_ahead = False
         self.probes_come = lambda: not self.takes_ahead or len(self.tickets) > 1
@@ -129,7 +131,8 @@ class Engine(Passes):
         if dist.is_available() and dist.is_initialized():
             self.ranks.enter()
         if not self.weights.cut and (
-            hasattr(self.model, "reshard") or (self.route is None and any(map(is_dtensor, self.model.parameters())))
+            hasattr(type(self.model), "reshard")
+            or (self.route is None and any(map(is_dtensor, self.model.parameters())))
         ):
             raise RuntimeError(
                 "fully_shard was called after make_private, and nothing would clip what it gathers: call it first, then build "
@@ -274,8 +277,8 @@ class Engine(Passes):
             if every[0].verify or self.penalty.expected or self.device.type == "cpu":
                 weight = require_positive(parts[0][1][0]) * len(parts)
             parts = [(own, None) for own in every]
-        self.drop_zero_gradients()
-        self.refuse_foreign_gradients("before the backward pass")
+        if self.drop_zero_gradients():
+            self.refuse_foreign_gradients("before the backward pass")
         self.blocked = CALLED_ON_OUTPUTS
         try:
             with gc_paused(), self._watched():
@@ -299,7 +302,8 @@ class Engine(Passes):
         ahead = bool(self.tickets) and self.tickets[0].probe is None
         self.complete = self._ended and (ahead or not self.checks.waiting_probes)
         self._ended &= not self.complete
-        self.pending.place()
+        if not self.pending.placed:
+            self.pending.place()
         if self.penalty.expected:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(parts[0][0], weight))
 

@@ -190,6 +190,8 @@ class Passes:
         self.penalty = WeightPenalty()
         #: Whether the batch at hand went through the model more than once.
         self.twice: Callable[[], bool] = lambda: False
+        #: Whether a backward pass may have given parameters gradients beside its captures.
+        self.may_stray: Callable[[], bool] = lambda: True
         #: Whether probe batches that are planned now come before a release.
         self.probes_come: Callable[[], bool] = lambda: True
         self.isolated = isolated and self.route is None
@@ -583,7 +585,8 @@ class Passes:
                 with repeatable(self.model) if two_pass else nullcontext():
                     self.accumulator.run(backward, open_sink, layout, uses, two_pass=two_pass)
                 self.backward_passes = max(self.backward_passes, 1 + two_pass)
-                self.refuse_foreign_gradients("in the backward pass")
+                if self.may_stray():
+                    self.refuse_foreign_gradients("in the backward pass")
         except UnsupportedUse as error:
             # Nothing has been added yet: captures are refused before the first norm is used.
             if self.trying or parts[0][1] is not None:
@@ -633,16 +636,17 @@ class Passes:
             self._kept[shape] = kept_bytes(self.trace, self.read, *shape, self.device)
         return self._kept[shape] <= self._allowed
 
-    def drop_zero_gradients(self) -> None:
-        """Free the gradients that ``zero_grad(set_to_none=False)`` set to zero; others stay, to be refused."""
+    def drop_zero_gradients(self) -> bool:
+        """Free the gradients that ``zero_grad(set_to_none=False)`` set to zero; whether others may stay, to be refused."""
         if {None}.issuperset(map(_GRADIENT, self._parameters)):
-            return
+            return self.weights.cut
         held = [parameter for parameter in self._parameters if parameter.grad is not None]
         # One host synchronization, whatever their number.
         some = torch.stack([to_local(p.grad).any().to(self.device) for p in held if p.grad is not None])
         if not bool(some.any()):
             for parameter in held:
                 parameter.grad = None
+        return True
 
     def refuse_foreign_gradients(self, when: str) -> None:
         """Every covered use returns no gradient to autograd, so a `.grad` that appears is one nothing has clipped."""

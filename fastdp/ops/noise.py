@@ -205,11 +205,9 @@ def _add_noise_on_cpu(
 def _add_noise_group_on_cpu(
     xs: Sequence[torch.Tensor], stds: Sequence[float], drawn: torch.Tensor, secure_rounding: bool, firsts: Sequence[int]
 ) -> None:
-    threads = native_threads()
-    for x, std, position, first in zip(xs, stds, drawn.unbind(), firsts):
-        if std == 0.0:
-            continue
-        flat = x.contiguous()
-        _native.add_noise(flat, NOISE_DTYPES[x.dtype], first, x.numel(), std, position, secure_rounding, threads)
-        if flat is not x:
-            x.copy_(flat)
+    dense = [x.contiguous() for x in xs]
+    every = [(x.data_ptr(), NOISE_DTYPES[x.dtype], first, x.numel(), std) for x, std, first in zip(dense, stds, firsts)]
+    _native.add_noise_group(every, drawn.contiguous(), secure_rounding, native_threads())
+    for x, made in zip(xs, dense):
+        if made is not x:
+            x.copy_(made)

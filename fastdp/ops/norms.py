@@ -272,16 +272,12 @@ def _direct_norms_on_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not has_kernel(*lefts, *rights):
         return NotImplemented
-    bounds, threads = unit_bounds(offsets), native_threads()
-    shape = len(lefts), len(bounds) - 1
+    bounds, count = unit_bounds(offsets), len(lefts)
     # Each has memory of its own, as a registered op's results must.
-    squares, products, counts = torch.zeros(shape), *(torch.empty(shape, dtype=torch.float64) for _ in range(2))
-    for at, (left, right) in enumerate(zip(native_factors(lefts), native_factors(rights))):
-        if at not in known:
-            pair = (right, left) if right[2] <= FEW_COLUMNS < left[2] else (left, right)
-            _native.direct_norms(*pair, bounds, SQUARE, None, squares[at : at + 1], None, threads)
-        _native.row_products(left, right, bounds, False, True, products[at], counts[at], threads)
-    return squares, products, counts
+    squares, *both = (torch.empty(count, len(bounds) - 1, dtype=t) for t in (torch.float32, *[torch.float64] * 2))
+    factors, skipped = (native_factors(lefts), native_factors(rights)), [at in known for at in range(count)]
+    _native.direct_norms_group(*factors, bounds, skipped, FEW_COLUMNS, squares, *both, native_threads())
+    return squares, both[0], both[1]
 
 
 @CHOSEN_SQNORM.on_cpu

@@ -26,11 +26,13 @@ from .factors import (
     in_full_precision,
     is_one_hot,
     native_factor,
+    native_factors,
     per_token,
     unit_bounds,
     unit_lengths,
 )
 from .matrices import Matrices
+from .routes import NARROW
 from .stream import native_threads
 from .table import Op, check_tensors
 
@@ -360,6 +362,12 @@ def _weighted_sum_group_on_cpu(
     offsets: Tensor,
     begun: Sequence[bool],
 ) -> None:
+    plain = weights.dtype is torch.float32 and has_kernel(*lefts, *rights)
+    if plain and all(out.dtype is torch.float32 and out.is_contiguous() and min(out.shape) <= NARROW for out in outs):
+        places, factors = [out.data_ptr() for out in outs], (native_factors(lefts), native_factors(rights))
+        kept = weights.contiguous()
+        _native.weighted_sum_group(*factors, unit_bounds(offsets), kept, places, list(begun), native_threads())
+        return
     each = weights.detach().numpy()
     everywhere = np.count_nonzero(each) == each.size
     for out, left, right, held, own in zip(outs, lefts, rights, begun, each.repeat(unit_lengths(offsets), axis=1)):

@@ -304,7 +304,8 @@ class PrivateLoader:
             filler = next((unit for unit in places if unit is not None), 0)
             weights, last = [float(unit is not None) for unit in places], number == len(microbatches) - 1
             if self.units.members is None:
-                ticket = Ticket(torch.arange(len(places)), torch.tensor(weights), last)
+                own = torch.tensor(weights) if None in places else torch.ones(len(places))
+                ticket = Ticket(torch.arange(len(places)), own, last)
                 yield [filler if unit is None else unit for unit in places], ticket
                 continue
             owns = [self.units.members[filler][:each] if unit is None else self.units.members[unit] for unit in places]

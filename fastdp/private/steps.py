@@ -24,7 +24,7 @@ from fastdp.private.stages import Stages
 from fastdp.verify import Checks
 from fastdp.verify.state import UNDECLARED
 
-_GRADIENT, _SHAPE = map(operator.attrgetter, ("grad", "shape"))
+_SHAPE = operator.attrgetter("shape")
 #: Under this name the ledger keeps that steps were released without checks of the model.
 UNCHECKED = "unchecked rows"
 HOOK_WRITES = "what hooks of optimizer.step() write to the weights follows from released weights or public values"
@@ -84,6 +84,8 @@ class Steps:
         self._withheld: _WithheldLoss | None = None
         method = stages.method
         self._selects, self._adapts = method.selects, method.count_noise_std is not None
+        #: Trained parameters, and those of the optimizer that were found to be among them.
+        self._declared: tuple[Any, list[torch.Tensor]] = None, []
         #: The policy whose noise was found to be enough for all steps.
         self._checked_policy: Policy | None = None
         self._hooks = [
@@ -143,7 +145,7 @@ class Steps:
 
     def _release_if_complete(self, optimizer: torch.optim.Optimizer) -> None:
         engine = self._stages.engine
-        engine.pending.clear()
+        others = engine.pending.clear()
         if engine.backwards == engine.followed:
             if self._depth > 0:
                 # The step of a subclass calls its parent's, and torch runs the hooks for each.
@@ -162,12 +164,12 @@ class Steps:
         # Other hooks run before it, whenever they were registered.
         cast(Any, optimizer._optimizer_step_post_hooks).move_to_end(self._hooks[1].id)
         with gc_paused():
-            self._release(optimizer)
+            self._release(optimizer, others)
 
-    def _release(self, optimizer: torch.optim.Optimizer) -> None:
-        """Release the logical batch, if it is whole, after what must be looked at before."""
+    def _release(self, optimizer: torch.optim.Optimizer, others: bool) -> None:
+        """Release the logical batch, if it is whole, after what must be looked at; ``others`` are gradients not clipped."""
         engine, release = self._stages.engine, self._stages.release
-        self._refuse_unclipped(optimizer)
+        self._refuse_unclipped(optimizer, others)
         self._refuse_left_out()
         self._refuse_resized()
         try:
@@ -259,13 +261,17 @@ class Steps:
         fraction = noised_fraction(*counts, std, release.expected_batch_size, release.stream)
         accumulator.policy = method.adapted(accumulator.policy, fraction)
 
-    def _refuse_unclipped(self, optimizer: torch.optim.Optimizer) -> None:
+    def _refuse_unclipped(self, optimizer: torch.optim.Optimizer, others: bool) -> None:
         """Until a release, every gradient the optimizer would apply is None; one that is not has not been clipped."""
-        trained = set(map(id, self._stages.engine.parameters.values()))
-        every: list[torch.Tensor] = []
+        parameters, every = self._stages.engine.parameters, list[torch.Tensor]()
         for group in optimizer.param_groups:
             every += group["params"]
-        if trained.issuperset(map(id, every)) and {None}.issuperset(map(_GRADIENT, every)):
+        declared, seen = self._declared
+        if not others and declared is parameters and len(seen) == len(every) and all(map(operator.is_, seen, every)):
+            return
+        trained = set(map(id, parameters.values()))
+        if not others and trained.issuperset(map(id, every)):
+            self._declared = parameters, every
             return
         for parameter in every:
             known = id(parameter) in trained
@@ -300,10 +306,10 @@ class Steps:
         return list(map(_SHAPE, self._stages.parameters.values()))
 
     def _refuse_resized(self) -> None:
-        """Resizing sets `.data`, which torch's version counters do not tell."""
-        now = self._current_shapes()
-        if now == self._shapes:
+        """Resizing sets `.data`, which torch's version counters do not tell; pending gradients do."""
+        if not self._stages.engine.pending.changed:
             return
+        now = self._current_shapes()
         for name, shape, size in zip(self._stages.parameters, self._shapes, now):
             if size != shape:
                 raise RuntimeError(

@@ -72,8 +72,8 @@ class LoopCheck:
         self._divisors: list[str] = []
         #: Of the batch at hand: its row, whether loop or model drew, the tolerance, dtypes, random states around its first pass.
         self._row, self._draws, self._rounding, self._dtypes = 0, False, 0.0, LowPrecisionDetector()
-        self._state_before = self._state_after = rng_state()
         self._open_contexts = ExitStack()
+        self._state_before = self._state_after = rng_state()
 
     def begin(self, source: Collation, rows: int, *, ahead: bool = False) -> None:
         """Plan probe batches of at most ``rows`` examples; ``ahead`` is for loops that take them before they use earlier ones."""

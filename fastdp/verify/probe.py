@@ -30,9 +30,8 @@ class Probe:
     def __init__(self, passes: Passes, call: Call, ticket: Ticket):
         assert passes.trace is not None
         self.passes, self.call, self.ticket = passes, call, ticket
-        self.carriers = passes.trace.carriers
+        self.carriers, self.packed = passes.trace.carriers, ticket.token_units is not None
         self.rounding = partial(rounding, passes.model, low=passes.trace.low)
-        self.packed = ticket.token_units is not None
         #: Whether the model may drop out, so far as passes showed.
         self.drops = True
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+import fastdp._native as _native
 from fastdp.calls.errors import pass_writes, unreleased_change
 from fastdp.calls.flow import DataFlow
-from fastdp.calls.randomness import BufferSnapshot, version
+from fastdp.calls.randomness import BufferSnapshot, version, was_written
 from fastdp.distributed.pieces import is_dtensor, writes
 
 _TRAINED, _VERSION = map(operator.attrgetter, ("requires_grad", "_version"))
@@ -47,10 +48,12 @@ class StateCheck:
         self.rewritten: frozenset[int] = frozenset()
         #: Frozen parameters that releases move, and nothing else may, by identity.
         self.moved: frozenset[int] = frozenset()
-        self._structure: list[Any] | None = None
+        #: Modes of modules and whether parameters are trained, and what else modules held, when this was looked at last.
+        self._structure: tuple[list[bool], list[Any]] | None = None
+        #: What modules held as parameters, with None and without, and as buffers; and parameters that were frozen when settled.
+        self._values, self._held_list, self._held_buffers, self._frozen = (list[Any]() for _ in range(4))
         self._list_modules()
         self._settled: _Parameters = [], [], []
-        self._frozen: list[Any] = []
         self._alike = False  # whether modules held the settled parameters when they were looked at last
         #: Whether a frozen parameter was written between passes.
         self.frozen_written = False
@@ -60,7 +63,9 @@ class StateCheck:
         """Take parameters and buffers for released, or not yet trained; ``written``: only values changed since the check."""
         self._restore_parameters()
         known = self._settled[::2] if written and self._alike else ()
-        self._settled, self._buffers = self._parameters(*known), self._buffers if known else self._saved_buffers()
+        self._settled = self._parameters(*known)
+        if not known:
+            self.accept_buffers()
         self._frozen = self._frozen if known else [p for p, t in zip(*self._settled[::2]) if not t]
         self._alike = bool(known)
 
@@ -80,7 +85,7 @@ class StateCheck:
         if looked and before[1] == self._parameters(*before[::2])[1]:
             return
         now, declared = self._parameters(), before[0] if declared is None else declared
-        self._alike = before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))
+        self._alike = before[1:] == now[1:] and (before[0] is now[0] or all(map(operator.is_, before[0], now[0])))
         # A module may hold a parameter that another one has too.
         if self._alike and {*map(id, declared)}.issuperset(map(id, itertools.compress(now[0], now[2]))):
             return
@@ -97,24 +102,26 @@ class StateCheck:
                 self.frozen_written = True
 
     def _require_buffers(self, error: Callable[[str], Exception]) -> None:
-        now = self._saved_buffers()
-        for name, seen in now.items():
-            if name not in self.harmless and _was_written(self._buffers.get(name), seen):
+        written = (version(buffer) != count for buffer, count in self._buffers.values())
+        if _native.same_values(self._tables, self._held_buffers) and not any(written):
+            return
+        for name, seen in self._saved_buffers().items():
+            if name not in self.harmless and was_written(self._buffers.get(name), seen):
                 raise error(name)
-        self._buffers = now
+        self.accept_buffers()
 
     def accept_buffers(self) -> None:
         """Take buffers as they are, after a check has written and restored them."""
-        self._buffers = self._saved_buffers()
+        self._buffers, self._held_buffers = self._saved_buffers(), [b for own in self._tables for b in own.values()]
 
     def structure_changed(self) -> bool:
         """Whether hooks, modules or their modes changed since this was last asked; False the first time."""
-        held = self._held()
-        trained = list(map(_TRAINED, held))
-        now = [own["training"] for own in self._attributes] + trained
-        now += [part for own in filter(None, self._inside) for part in own.values()]
-        before, self._structure = self._structure, now
-        if changed := before not in (None, now):
+        held, before = self._held(), self._structure
+        trained, parts = list(map(_TRAINED, held)), before[1] if before else []
+        if not _native.same_values(self._inside, parts):
+            parts = [part for own in self._inside for part in own.values()]
+        self._structure = [own["training"] for own in self._attributes] + trained, parts
+        if changed := before not in (None, self._structure):
             self._list_modules()
         known, _, were_trained = self._settled
         self._alike &= not changed and were_trained == trained and all(map(operator.is_, known, held))
@@ -123,7 +130,7 @@ class StateCheck:
     def _list_modules(self) -> None:
         prefixes, modules = zip(*self.model.named_modules())
         self._owned, self._tables, *inside = zip(*map(operator.attrgetter(*_KINDS), modules))
-        self._inside = list(itertools.chain(*inside))
+        self._inside = tuple(itertools.chain(*inside))
         self._buffered = list(zip(prefixes, self._tables, modules))
         self._attributes = [own for own in map(vars, modules) if "training" in own]
 
@@ -139,7 +146,7 @@ class StateCheck:
         self._require_buffers(pass_writes)
         # Torch swaps the parameters of weights in pieces meanwhile.
         now, seen, _ = self._parameters(held if frozen or self._in_pieces else None, [])
-        alike = counts == seen and all(map(operator.is_, held, now))
+        alike = counts == seen and (held is now or all(map(operator.is_, held, now)))
         before = {} if alike else dict(zip(map(id, held), counts))
         for name, p in () if alike else self.model.named_parameters():
             if before.get(id(p), self._count(p) if frozen else -1) != self._count(p):
@@ -157,7 +164,7 @@ class StateCheck:
         snapshot = BufferSnapshot(self.model)
         buffers, counts = self._saved_buffers(), {n: writes(p) for n, p in self.model.named_parameters()}
         yield
-        written = {n for n, seen in self._saved_buffers().items() if _was_written(buffers.get(n), seen)}
+        written = {n for n, seen in self._saved_buffers().items() if was_written(buffers.get(n), seen)}
         parameters = {n: p for n, p in self.model.named_parameters() if counts.get(n) != writes(p)}
         if not written and not parameters:
             return
@@ -179,7 +186,11 @@ class StateCheck:
         self.rewritten |= {id(p) for p in parameters.values()}
 
     def _held(self) -> list[Any]:
-        return [p for own in filter(None, self._owned) for p in own.values() if p is not None]
+        """The parameters that modules hold; the same list as before for the same ones."""
+        if not _native.same_values(self._owned, self._values):
+            self._values = [p for own in self._owned for p in own.values()]
+            self._held_list = [p for p in self._values if p is not None]
+        return self._held_list
 
     def _parameters(self, held: list[Any] | None = None, trained: list[bool] | None = None) -> _Parameters:
         held = self._held() if held is None else held
@@ -197,12 +208,3 @@ class StateCheck:
             for name, buffer in own.items()
             if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
         }
-
-
-def _was_written(before: tuple[torch.Tensor, int] | None, after: tuple[torch.Tensor, int]) -> bool:
-    """Whether a buffer was written, or replaced by one of other values: a model may be moved to another device."""
-    if before is None or before[0] is after[0]:
-        return before is None or before[1] != after[1]
-    old, new = before[0], after[0]
-    same = version(old) == before[1] and old.shape == new.shape and old.dtype == new.dtype
-    return not (same and torch.equal(old.to(new.device), new))

@@ -17,7 +17,7 @@ from tests.engine.runs import Batch, Classifier, collate, examples
 
 
 def drawn() -> tuple[Any, ...]:
-    return *torch.rand(4).tolist(), random.random(), *numpy.random.rand(2)  # noqa: NPY002
+    return *torch.rand(4).tolist(), random.random(), random.gauss(0, 1), *numpy.random.rand(2)  # noqa: NPY002
 
 
 @cases("context", [seed_from_os, lambda: seeded(3)])
@@ -35,7 +35,7 @@ def test_draws_from_the_operating_system_never_repeat() -> None:
     for _ in range(20):
         with seeded(7), seed_from_os():
             seen.update(drawn())
-    assert len(seen) == 20 * 7
+    assert len(seen) == 20 * 8
 
 
 def test_buffers_are_restored_where_they_were_written_or_replaced() -> None:

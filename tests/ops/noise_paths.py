@@ -35,11 +35,11 @@ assert native.isa() == sys.argv[2]
 position, out = np.frombuffer(sys.stdin.buffer.read(), np.int32), {}
 for dtype in (1, 2):
     bits = np.arange(1 << 16).astype(np.uint16).view(np.int16)
-    native.add_noise(bits.ctypes.data, dtype, 0, bits.size, 1e-45, position.ctypes.data, False, 1)
+    native.add_noise_group([(bits.ctypes.data, dtype, 0, bits.size, 1e-45)], position.ctypes.data, False, 1)
     out[f"bits-{dtype}"] = bits
 for std in (30000.0, 1e-6):
     alone = np.zeros(1 << 16, np.int16)
-    native.add_noise(alone.ctypes.data, 2, 0, alone.size, std, position.ctypes.data, False, 1)
+    native.add_noise_group([(alone.ctypes.data, 2, 0, alone.size, std)], position.ctypes.data, False, 1)
     out[f"alone-{std:g}"] = alone
 buffer = io.BytesIO()
 np.savez(buffer, **out)

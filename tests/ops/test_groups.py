@@ -8,7 +8,7 @@ import torch
 from fastdp import ops
 from fastdp.ops.table import definitions
 from tests.cases import cases, pairs
-from tests.ops.uses import stream
+from tests.ops.uses import by_threads, stream
 
 SHAPES = [(3,), (130, 7), (1,), (0,), (2049,), (17, 300)]
 
@@ -109,3 +109,18 @@ def test_direct_norms_are_those_of_each(dtype):
     with definitions():
         for got, defined in zip((squares, products, counts), ops.direct_norms(lefts, rights, offsets, [2])):
             torch.testing.assert_close(got, defined, rtol=2e-3, atol=0)
+
+
+def test_sums_of_narrow_matrices_are_the_same_by_any_threads_and_leave_out_units_of_weight_0():
+    ends, weights = torch.tensor([0, 0, 13, 300, 700]), torch.rand(2, 4)
+    weights[:, 1] = 0
+    lefts, rights = [torch.randn(700, 4), torch.randn(700, 129)], [torch.randn(700, 300), torch.randn(700, 33)]
+    lefts[0][:13] = float("nan")
+
+    def compute():
+        return torch.cat([total.flatten() for total in ops.weighted_sum_group(lefts, rights, weights, ends)])
+
+    found = by_threads(compute)
+    each = zip(lefts, rights, weights.double().repeat_interleave(ends.diff(), dim=1))
+    exact = [(left[13:].double() * own[13:, None]).T @ right[13:].double() for left, right, own in each]
+    torch.testing.assert_close(found, torch.cat([own.flatten() for own in exact]).float(), rtol=1e-5, atol=1e-4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fastdp import _native
 from fastdp.engine.errors import SelfCheckError
 from fastdp.verify.state import StateCheck
 from tests.cases import cases
@@ -135,6 +136,19 @@ def test_hooks_modules_and_modes_count_as_structure() -> None:
         assert not state.structure_changed()
         change()
         assert state.structure_changed()
+
+
+def test_values_of_dictionaries_are_compared_by_identity() -> None:
+    one, equal = [1], [1]
+    for tables, known, same in (
+        (({"a": one}, {}, {"b": None}), [one, None], True),
+        (({"a": one},), [equal], False),
+        (({"a": one},), [one, None], False),
+        (({"a": one, "b": one},), [one], False),
+        ((), [], True),
+        (([one],), [one], False),
+    ):
+        assert _native.same_values(tables, known) is same
 
 
 class Writing(Net):

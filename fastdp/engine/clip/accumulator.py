@@ -201,13 +201,12 @@ class Accumulator(Sums):
         """Scales ``[groups, units]`` of the policy times the units' weights, counting what was dropped or left whole."""
         self.require_one_clip()
         self.bounds = self.policy.bounds
-        real = weights > 0
-        scales = self.policy.scales(upper)
-        kept = real & (scales > 0).any(0)
-        self.nonfinite = self.nonfinite + (real ^ kept).sum()
+        scales = self.policy.scales(upper) * weights
+        kept, real = (scales > 0).any(0), torch.count_nonzero(weights)
+        self.nonfinite = self.nonfinite + (real - torch.count_nonzero(kept))
         self._clipped.append((kept, upper, self.policy))
-        self.units = self.units + real.sum()
-        return torch.where(real, scales * weights, 0.0)
+        self.units = self.units + real
+        return scales
 
     def require_one_clip(self) -> None:
         """Raise RuntimeError if the policy's bounds are not those that this batch was clipped by so far."""

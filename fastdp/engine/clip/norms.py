@@ -96,9 +96,7 @@ class NormSink(Captures):
 
     def __init__(self, sums: Sums, layout: Layout, expected: Mapping[str, int], *, keep: bool):
         super().__init__(sums)
-        self.layout = layout
-        self.expected = expected
-        self.keep = keep
+        self.layout, self.expected, self.keep = layout, expected, keep
         self.routes, self._cuts_sums = sums.routes, sums.weights.cuts_sums
         self.tables, self.plans = sums.tables, sums.plans
         self.entries: defaultdict[str, Entry] = defaultdict(Entry)

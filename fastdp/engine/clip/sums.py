@@ -240,9 +240,7 @@ class Captures:
     """A sink that turns captures of biases and vectors into gradients by unit; subclasses take these, and matrices."""
 
     def __init__(self, sums: Sums):
-        self.names = sums.names
-        self.parameters = sums.parameters
-        self.policy = sums.policy
+        self.names, self.parameters, self.policy = sums.names, sums.parameters, sums.policy
 
     def take_instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:
         """Take whole gradients by unit, made in the way that ``route`` names from so many ``tokens``."""
@@ -273,8 +271,7 @@ class SumSink(Captures):
 
     def __init__(self, sums: Sums, unit_scales: torch.Tensor, *, at_once: bool):
         super().__init__(sums)
-        self.sums = sums
-        self.unit_scales = unit_scales
+        self.sums, self.unit_scales = sums, unit_scales
         self._keep = sums.keep if at_once else lambda name: None
 
     def take_instances(self, parameter: torch.nn.Parameter, gradients: torch.Tensor, route: str, tokens: int) -> None:

@@ -11,6 +11,7 @@ unit's weighted loss is therefore divided by the number of its labelled tokens, 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -198,6 +199,9 @@ class LossTerms:
 
 def masked_mean(per_unit: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Mean over the units of weight 1 with a finite value; 0 if there are none."""
+    if per_unit.device.type == "cpu":
+        found = [loss for loss, weight in zip(per_unit.tolist(), weights.tolist()) if weight and math.isfinite(loss)]
+        return torch.tensor(sum(found) / max(len(found), 1), dtype=per_unit.dtype)
     # Torch's own isfinite takes four launches.
     counted = (weights > 0) & (per_unit - per_unit == 0)
     return torch.where(counted, per_unit, 0).sum() / counted.sum().clamp_(min=1)

@@ -26,6 +26,8 @@ from fastdp.ops.routes import is_allowed
 #: Floating-point operations of one image's weight gradient above which a processor has it made by torch's convolution, one
 #: call an image, rather than by products with unfolded patches, whose copies cost more than the calls.
 _OWN_CALL = 2**24
+#: Entries of a weight whose gradients by image are made whole: they take no memory to speak of.
+_SMALL = 2**13
 
 
 class ConvolutionUse(Use):
@@ -77,7 +79,7 @@ def _capture(
     rows, columns, positions = weight.shape[0], weight[0].numel(), math.prod(given.shape[2:])
     length, images = positions * x.shape[0] // max(1, layout.units), x.shape[0]
     # Patches would have to be laid out token by token besides, so gradients are made whole wherever they may be.
-    small = is_allowed("instantiate", rows, columns, length, layout.units, dtype=x.dtype)
+    small = rows * columns <= _SMALL or is_allowed("instantiate", rows, columns, length, layout.units, dtype=x.dtype)
     if settings.groups == 1 and not small and layout.token_segments is None:
         seen = patches(cut, weight.shape[2:], settings, given.shape[2:])
         left, right = (t.transpose(1, 2).flatten(0, 1) for t in (given.flatten(2), seen))

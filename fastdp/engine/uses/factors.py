@@ -172,9 +172,7 @@ class PerUnit:
 
     def __init__(self, uses: Sequence[Factors], instance: torch.Tensor | None, layout: Layout, shape: torch.Size):
         self.uses = [(use, use.offsets(layout).tolist()) for use in uses]
-        self.instance = instance
-        self.shape = shape
-        self.device = layout.weights.device
+        self.instance, self.shape, self.device = instance, shape, layout.weights.device
 
     def __getitem__(self, unit: int) -> torch.Tensor:
         """The gradient of one unit, float32 in the parameter's shape, newly made."""

@@ -455,13 +455,8 @@ class EmbeddingUse(Use):
         laned: bool,
         own_offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        ctx.context, ctx.table, ctx.padding_idx, ctx.laned, ctx.own_offsets = (
-            context,
-            table,
-            padding_idx,
-            laned,
-            own_offsets,
-        )
+        ctx.context, ctx.table, ctx.padding_idx = context, table, padding_idx
+        ctx.laned, ctx.own_offsets = laned, own_offsets
         ctx.save_for_backward(ids)
         if not laned and own_offsets is None:
             context.looked_up.setdefault(id(table), []).append(ids)
