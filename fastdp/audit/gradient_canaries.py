@@ -55,14 +55,7 @@ class GradientCanaries(Canaries):
     Raises ValueError as `Canaries`, and for a count or statistic outside the above.
     """
 
-    def __init__(
-        self,
-        private: Private,
-        count: int,
-        *,
-        statistic: str = "mean",
-        unsafe_seed: int | None = None,
-    ):
+    def __init__(self, private: Private, count: int, *, statistic: str = "mean", unsafe_seed: int | None = None):
         parameters = private.parameters
         total = sum(p.numel() for p in parameters.values())
         if count > total:
