@@ -120,10 +120,8 @@ class TokenMechanism:
 
     @cached_property
     def _name(self) -> str:
-        parts = (
-            {"table": self.table} if self.candidates is None else {"table": self.table, "candidates": self.candidates}
-        )
-        return f"{self.radius} {named_digest(parts)}"
+        named = {"table": self.table, "candidates": self.candidates}
+        return f"{self.radius} {named_digest({name: own for name, own in named.items() if own is not None})}"
 
     @cached_property
     def _prior(self) -> Tensor | None:
