@@ -293,22 +293,27 @@ def extremes(record: Any, longest: int) -> Iterator[tuple[str, Any]]:
 
 
 def _changed(what: str, record: Any, change: Callable[[str, Any], Any]) -> Iterator[tuple[str, Any]]:
+    """The record with its parts changed, if any of them is."""
     touched: list[bool] = []
 
-    def visit(path: str, tree: Any) -> Any:
-        if isinstance(tree, Mapping):
-            return {key: visit(f"{path}.{key}", value) for key, value in tree.items()}
-        if isinstance(tree, tuple):
-            return tuple(visit(f"{path}.{i}", value) for i, value in enumerate(tree))
-        if isinstance(tree, list) and not all(isinstance(value, (int, float)) for value in tree):
-            return [visit(f"{path}.{i}", value) for i, value in enumerate(tree)]
-        found = change(path, tree)
-        touched.append(found is not tree)
+    def noted(path: str, part: Any) -> Any:
+        found = change(path, part)
+        touched.append(found is not part)
         return found
 
-    changed = visit("", record)
+    changed = _map_parts(noted, record)
     if any(touched):
         yield what, changed
+
+
+def _map_parts(function: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
+    """The same nesting of what a function makes of the path and value of each part; a list of numbers is one part."""
+    if isinstance(tree, Mapping):
+        return {key: _map_parts(function, value, f"{path}.{key}") for key, value in tree.items()}
+    if isinstance(tree, tuple) or (isinstance(tree, list) and not all(isinstance(v, (int, float)) for v in tree)):
+        found = [_map_parts(function, value, f"{path}.{i}") for i, value in enumerate(tree)]
+        return tuple(found) if isinstance(tree, tuple) else found
+    return function(path, tree)
 
 
 def _text(rewrite: Callable[[str], str], path: str, leaf: Any) -> Any:
@@ -334,16 +339,9 @@ def _cancelling(x: torch.Tensor) -> torch.Tensor:
 
 def _tokens(record: Any) -> int | None:
     """The length that a record's sequences of whole numbers share; None for a record without any."""
-    lengths: list[int] = []
-
-    def note(path: str, leaf: Any) -> Any:
-        length = _length(leaf)
-        if length is not None:
-            lengths.append(length)
-        return leaf
-
-    for _ in _changed("", record, note):
-        pass
+    parts: list[Any] = []
+    _map_parts(lambda path, part: parts.append(part), record)
+    lengths = [length for length in map(_length, parts) if length is not None]
     return max(set(lengths), key=lengths.count) if lengths else None
 
 
