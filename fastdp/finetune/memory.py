@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -45,8 +46,6 @@ class PeakMemory:
             line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
             return int(line.split()[1]) * 1024
         except (OSError, StopIteration):
-            import resource
-
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             return peak if sys.platform == "darwin" else peak * 1024
 
