@@ -154,21 +154,20 @@ def dpsgd_model(
     True
     """
     validate.number(noise_multiplier=noise_multiplier)
-    if sampling not in ("poisson", "shuffled"):
+    if sampling == "poisson":
+        one, *later = (
+            (start, poisson_gaussian(noise_multiplier * factor, sample_rate)) for start, factor in _by_use(factors, 1)
+        )
+        return EventModel(one[1], 1, tuple(later))
+    if sampling != "shuffled":
         raise ValueError(f"sampling is {sampling!r}: choose 'poisson' or 'shuffled'")
-    steps = 1
-    if sampling == "shuffled":
-        validate.rate(sample_rate=sample_rate)
-        if steps_per_epoch is None:
-            raise ValueError("shuffled sampling is accounted by epochs: give steps_per_epoch")
-        validate.integer(1, steps_per_epoch=steps_per_epoch)
-        steps = operator.index(steps_per_epoch)
-    levels = ((start, noise_multiplier * factor) for start, factor in _by_use(factors, steps))
-    one, *later = (
-        (start, poisson_gaussian(level, sample_rate) if sampling == "poisson" else gaussian(level))
-        for start, level in levels
-    )
-    return EventModel(one[1], steps, tuple(later))
+    validate.rate(sample_rate=sample_rate)
+    if steps_per_epoch is None:
+        raise ValueError("shuffled sampling is accounted by epochs: give steps_per_epoch")
+    validate.integer(1, steps_per_epoch=steps_per_epoch)
+    uses = _by_use(factors, operator.index(steps_per_epoch))
+    one, *later = ((start, gaussian(noise_multiplier * factor)) for start, factor in uses)
+    return EventModel(one[1], operator.index(steps_per_epoch), tuple(later))
 
 
 def _by_use(factors: Sequence[tuple[int, float]], steps: int) -> NoiseFactors:

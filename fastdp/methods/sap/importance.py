@@ -33,9 +33,10 @@ def utility_importance(counts: Tensor) -> Tensor:
     if len(empty):
         raise ValueError(f"class {int(empty[0])} has no tokens: its shares are not defined; leave the class out")
     counts = counts + 1.0
-    log_share = (counts / counts.sum(1, keepdim=True)).log()
-    of_others = (log_share.sum(0, keepdim=True) - log_share) / (counts.shape[0] - 1)
-    return log_share - of_others
+    # In logarithms: a token's share of each class, less the mean over the other classes.
+    share = (counts / counts.sum(1, keepdim=True)).log()
+    others = counts.shape[0] - 1
+    return share - (share.sum(0, keepdim=True) - share) / others
 
 
 def adaptive_eta(importance: Tensor, eta0: float, c0: float) -> Tensor:
