@@ -337,13 +337,8 @@ class Builder:
                 f"With {self.method.mechanism}, one record's shape may move what others add by many bounds: pass "
                 'shapes="public", or isolation="per_example"'
             )
-        given = (
-            options.returns_loss,
-            options.unit_map is None,
-            options.capture in (None, False, "auto"),
-            self.ranks.size == 1,
-        )
-        if self.installed is not None and not all(given):
+        usual = options.returns_loss and options.unit_map is None and options.capture in (None, False, "auto")
+        if self.installed is not None and not (usual and self.ranks.size == 1):
             raise ValueError(
                 f"{self.method.mechanism} takes the loss of each row from the model, in one process: leave criterion, "
                 "loss_reduction, unit_map and capture out"

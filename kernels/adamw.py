@@ -227,19 +227,10 @@ def adamw_noise_steps_(
             positions = to_device_of(drawn if len(members) == len(params) else drawn[members], params[0])
             opened = new_list(sum(lengths), params[0].device, with_sums=False) if numbers.rounded else NO_LIST
             adamw_kernel[(programs,)](
-                lines,
-                positions,
-                opened.entries,
-                opened.capacity,
-                len(members),
-                *computed,
-                b_blocks=BLOCKS,
-                ROUNDED=numbers.rounded,
-                ALIGNED=not (table[:, :5] % 16).any(),
-                **kind,
-                num_warps=4,
-                **registers_of(REGISTERS),
-            )
+                lines, positions, opened.entries, opened.capacity, len(members), *computed,
+                b_blocks=BLOCKS, ROUNDED=numbers.rounded, ALIGNED=not (table[:, :5] % 16).any(), **kind,
+                num_warps=4, **registers_of(REGISTERS),
+            )  # fmt: skip
             if numbers.rounded:
                 settle_adamw_kernel[(cdiv(opened.capacity, SETTLE_BLOCK),)](
                     lines, positions, opened.entries, opened.capacity, *computed, b=SETTLE_BLOCK, **kind, num_warps=1

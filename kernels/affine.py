@@ -131,19 +131,8 @@ def affine_sums_group(
         for launch in _launches(gradients.form, xs.form, gradients.wide, xs.wide):
             with on_device_of(like):
                 affine_kernel[(len(launch.members) * units, columns, splits)](
-                    launch.table.on_device_of(like, *addresses),
-                    offsets,
-                    sums,
-                    len(xs),
-                    units,
-                    splits,
-                    n,
-                    GRADIENT=TRITON_DTYPES[launch.gradient],
-                    X=TRITON_DTYPES[launch.x],
-                    CONTIGUOUS=launch.contiguous,
-                    ALIGNED=launch.aligned,
-                    b_t=TOKENS,
-                    b_n=COLUMNS,
-                    num_warps=4,
-                )
+                    launch.table.on_device_of(like, *addresses), offsets, sums, len(xs), units, splits, n,
+                    GRADIENT=TRITON_DTYPES[launch.gradient], X=TRITON_DTYPES[launch.x],
+                    CONTIGUOUS=launch.contiguous, ALIGNED=launch.aligned, b_t=TOKENS, b_n=COLUMNS, num_warps=4,
+                )  # fmt: skip
     return sums[0] if splits == 1 else sums.sum(0)

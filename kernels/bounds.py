@@ -90,20 +90,10 @@ def row_products(
     products = torch.empty(tokens, dtype=torch.float64, device=right.device)
     with on_device_of(right):
         products_kernel[(cdiv(tokens, TOKENS),)](
-            left,
-            right,
-            products,
-            tokens,
-            0 if one_hot else left.shape[1],
-            n,
-            *((0, 0) if one_hot else left.stride()),
-            *right.stride(),
-            b_t=TOKENS,
-            b_k=COLUMNS,
-            ORDER=order,
-            ONE_HOT=one_hot,
-            num_warps=4,
-        )
+            left, right, products, tokens, 0 if one_hot else left.shape[1], n,
+            *((0, 0) if one_hot else left.stride()), *right.stride(),
+            b_t=TOKENS, b_k=COLUMNS, ORDER=order, ONE_HOT=one_hot, num_warps=4,
+        )  # fmt: skip
         sum_units_kernel[(units,)](products, to_device_of(offsets, right), sums, counts, b=128, num_warps=1)
     return sums, counts
 
@@ -165,17 +155,10 @@ def token_counts(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], 
         out = counts if every else counts.new_empty(len(launch.members), units)
         with on_device_of(counts):
             counts_kernel[(len(launch.members) * units,)](
-                launch.table.on_device_of(counts, lefts.addresses, rights.addresses),
-                offsets,
-                out,
-                units,
-                LEFT=TRITON_DTYPES[launch.of_left],
-                RIGHT=TRITON_DTYPES[launch.of_right],
-                FIELDS=direct.FIELDS.value,
-                b_t=32,
-                b_k=128,
-                num_warps=4,
-            )
+                launch.table.on_device_of(counts, lefts.addresses, rights.addresses), offsets, out, units,
+                LEFT=TRITON_DTYPES[launch.of_left], RIGHT=TRITON_DTYPES[launch.of_right], FIELDS=direct.FIELDS.value,
+                b_t=32, b_k=128, num_warps=4,
+            )  # fmt: skip
         if not every:
             counts[indices_on_device(launch.members, counts)] = out
     return counts

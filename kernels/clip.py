@@ -76,6 +76,7 @@ def backward_factor_kernel(p_partial, p_norm, p_root, p_pull, chunks, max_norm, 
     row = tl.program_id(0).to(tl.int64)
     dot = _sum_chunks(p_partial, row, chunks, b_chunks)
     norm = tl.load(p_norm + row)
+    # The share of x that leaves the gradient, <g, x> / |x|^2, where the row was clipped.
     pull = tl.where(_is_clipped(norm, max_norm), dot / (norm * norm), 0.0)
     tl.store(p_root + row, _root_factor(norm, max_norm).to(tl.float32))
     tl.store(p_pull + row, pull.to(tl.float32))
@@ -141,20 +142,13 @@ def pull_back_kernel(p_grad, p_x, p_out, p_root, p_pull, n, width, b_tile: tl.co
 
 
 def _row_dots(x: torch.Tensor, y: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, int]:
+    """Inner products of rows of x and y, float64 [rows, chunks], by chunks of `CLIP_CHUNK` elements; and their number."""
     chunks = max(1, cdiv(width, CLIP_CHUNK))
     partial = torch.empty(rows, chunks, dtype=torch.float64, device=x.device)
     row_dots_kernel[(rows * chunks,)](
-        x,
-        y,
-        partial,
-        width,
-        chunks,
-        b_step=CLIP_STEP,
-        b_chunk=CLIP_CHUNK,
-        ALIGNED=width % 16 == 0,
-        enable_fp_fusion=True,
-        num_warps=4,
-    )
+        x, y, partial, width, chunks,
+        b_step=CLIP_STEP, b_chunk=CLIP_CHUNK, ALIGNED=width % 16 == 0, enable_fp_fusion=True, num_warps=4,
+    )  # fmt: skip
     return partial, chunks
 
 
@@ -180,22 +174,13 @@ def clip_noise(
             partial, norm, root, chunks, float(max_norm), b_chunks=128, enable_fp_fusion=True, num_warps=1
         )
         device_position = to_device_of(position, x)
+        # Blocks with an element that float32 cannot round, which a second pass settles.
         opened = new_list(x.numel(), x.device, with_sums=True) if rounded else NO_LIST
         apply_kernel[(cdiv(x.numel(), 16 * BLOCKS),)](
-            flat,
-            out,
-            root,
-            device_position,
-            *opened,
-            x.numel(),
-            width,
+            flat, out, root, device_position, *opened, x.numel(), width,
             *(numbers_of_grid(std) if rounded else (float(std), 0.0, 0.0)),
-            b_blocks=BLOCKS,
-            NOISY=std != 0.0,
-            ROUNDED=rounded,
-            enable_fp_fusion=True,
-            num_warps=4,
-        )
+            b_blocks=BLOCKS, NOISY=std != 0.0, ROUNDED=rounded, enable_fp_fusion=True, num_warps=4,
+        )  # fmt: skip
         if rounded:
             settle(out, device_position, opened, 0, std)
     return out, norm
@@ -214,27 +199,10 @@ def clip_noise_backward(grad: torch.Tensor, x: torch.Tensor, norm: torch.Tensor,
         root = torch.empty(rows, dtype=torch.float32, device=x.device)
         pull = torch.empty_like(root)
         backward_factor_kernel[(rows,)](
-            partial,
-            norm.contiguous(),
-            root,
-            pull,
-            chunks,
-            float(max_norm),
-            b_chunks=128,
-            enable_fp_fusion=True,
-            num_warps=1,
-        )
+            partial, norm.contiguous(), root, pull, chunks, float(max_norm), b_chunks=128, enable_fp_fusion=True, num_warps=1,
+        )  # fmt: skip
         pull_back_kernel[(cdiv(x.numel(), CLIP_STEP),)](
-            grad,
-            flat,
-            out,
-            root,
-            pull,
-            x.numel(),
-            width,
-            b_tile=CLIP_STEP,
-            ALIGNED=x.numel() % 16 == 0,
-            enable_fp_fusion=True,
-            num_warps=4,
-        )
+            grad, flat, out, root, pull, x.numel(), width,
+            b_tile=CLIP_STEP, ALIGNED=x.numel() % 16 == 0, enable_fp_fusion=True, num_warps=4,
+        )  # fmt: skip
     return out

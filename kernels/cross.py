@@ -86,27 +86,10 @@ def cross_inner(
 
     with on_device_of(right1):
         cross_kernel[(slots, splits)](
-            left1,
-            right1,
-            left2,
-            right2,
-            offsets1,
-            offsets2,
-            parts,
-            left1.shape[1] if left1.dim() == 2 else 0,
-            right1.shape[1],
-            units,
-            slots,
-            splits,
-            *strides(left1),
-            *strides(right1),
-            *strides(left2),
-            *strides(right2),
-            KIND=kind.value,
-            b_t=b_t,
-            b_k=32 if wide else 64,
-            enable_fp_fusion=True,
-            num_warps=8 if wide or b_t == 128 else 4,
-            num_stages=stages_of(3, right1.device),
-        )
+            left1, right1, left2, right2, offsets1, offsets2, parts,
+            left1.shape[1] if left1.dim() == 2 else 0, right1.shape[1], units, slots, splits,
+            *strides(left1), *strides(right1), *strides(left2), *strides(right2),
+            KIND=kind.value, b_t=b_t, b_k=32 if wide else 64,
+            enable_fp_fusion=True, num_warps=8 if wide or b_t == 128 else 4, num_stages=stages_of(3, right1.device),
+        )  # fmt: skip
     return sum_parts(parts, offsets1, splits, b_t)[0]

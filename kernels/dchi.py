@@ -73,18 +73,10 @@ def dchi_rows(ids: torch.Tensor, table: torch.Tensor, eta: torch.Tensor, positio
     b_blocks = next_power_of_2(cdiv(width, 16))
     with on_device_of(table):
         dchi_kernel[(ids.numel(),)](
-            table,
-            ids,
-            to_device_of(eta, table),
-            to_device_of(position, table),
-            out,
-            width,
-            int(eta.numel() > 1),
-            *table.stride(),
-            b_blocks=b_blocks,
-            enable_fp_fusion=True,
-            num_warps=min(8, max(1, b_blocks // 32)),
-        )
+            table, ids, to_device_of(eta, table), to_device_of(position, table), out, width,
+            int(eta.numel() > 1), *table.stride(),
+            b_blocks=b_blocks, enable_fp_fusion=True, num_warps=min(8, max(1, b_blocks // 32)),
+        )  # fmt: skip
     return out
 
 

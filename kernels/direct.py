@@ -127,27 +127,12 @@ def direct_norms(
     parts = torch.empty(rows, units * tiles, dtype=torch.float32, device=right.device)
     with on_device_of(right):
         _direct_kernel[(units * tiles,)](
-            left,
-            right,
-            offsets,
-            parts if mask is None else mask.view(torch.uint8),
-            parts,
-            units,
-            tiles_n,
-            tiles,
-            m,
-            n,
-            *left.stride(),
-            *right.stride(),
-            *((0, 0) if mask is None else mask.stride()),
-            b_m=b_m,
-            b_n=b_n,
-            b_t=32 if wide else 64,
-            KIND=measure,
-            enable_fp_fusion=True,
-            num_warps=8 if b_m * b_n > 4096 else 4,
-            num_stages=stages_of(3, right.device),
-        )
+            left, right, offsets, parts if mask is None else mask.view(torch.uint8), parts,
+            units, tiles_n, tiles, m, n,
+            *left.stride(), *right.stride(), *((0, 0) if mask is None else mask.stride()),
+            b_m=b_m, b_n=b_n, b_t=32 if wide else 64, KIND=measure,
+            enable_fp_fusion=True, num_warps=8 if b_m * b_n > 4096 else 4, num_stages=stages_of(3, right.device),
+        )  # fmt: skip
     return sum_slots(parts, units, tiles)
 
 
@@ -196,23 +181,14 @@ def chosen_norms(
         parts = torch.empty(1, len(members) * units * splits, dtype=torch.float32, device=device)
         with on_device_of(norms):
             chosen_kernel[(len(members) * units, splits)](
-                launch.table.on_device_of(norms, lefts.addresses, rights.addresses),
-                offsets,
-                (chosen if every else chosen[into]).contiguous().view(torch.uint8),
-                parts,
-                units,
-                splits,
-                LEFT=TRITON_DTYPES[launch.of_left],
-                RIGHT=TRITON_DTYPES[launch.of_right],
-                CONTIGUOUS=launch.contiguous,
-                ALIGNED=launch.wide_loads,
-                b_m=launch.b_m,
-                b_n=launch.b_n,
-                b_t=32 if wide else 64,
-                enable_fp_fusion=True,
-                num_warps=8 if launch.b_m * launch.b_n > 4096 else 4,
+                launch.table.on_device_of(norms, lefts.addresses, rights.addresses), offsets,
+                (chosen if every else chosen[into]).contiguous().view(torch.uint8), parts, units, splits,
+                LEFT=TRITON_DTYPES[launch.of_left], RIGHT=TRITON_DTYPES[launch.of_right],
+                CONTIGUOUS=launch.contiguous, ALIGNED=launch.wide_loads,
+                b_m=launch.b_m, b_n=launch.b_n, b_t=32 if wide else 64,
+                enable_fp_fusion=True, num_warps=8 if launch.b_m * launch.b_n > 4096 else 4,
                 num_stages=stages_of(3, device),
-            )
+            )  # fmt: skip
         found = (parts if splits == 1 else sum_slots(parts, len(members) * units, splits)).view(-1, units)
         if every:
             return found

@@ -284,26 +284,14 @@ def gram_norms(
         described = enable_descriptors(launch, (lefts.form, rights.form), device)
         with on_device_of(squares):
             _gram_kernel[(programs or min(most * launch.problems, RESIDENT[side] * count),)](
-                table,
-                table[launch.problems * _RIGHT_FIELDS.value :],
-                pairs,
-                parts[0],
-                parts[1],
-                units,
-                most,
-                launch.problems,
-                tokens,
-                RIGHT=TRITON_DTYPES[launch.of_right],
-                LEFT=TRITON_DTYPES[launch.of_left],
-                CONTIGUOUS=launch.contiguous,
-                ALIGNED=launch.wide_loads,
-                DESCRIBED=described,
-                b_t=side,
-                b_k=32 if wide else 128 if described and side == 128 else 64,
-                enable_fp_fusion=True,
-                num_warps=8 if wide or side == 128 else 4,
+                table, table[launch.problems * _RIGHT_FIELDS.value :], pairs, parts[0], parts[1],
+                units, most, launch.problems, tokens,
+                RIGHT=TRITON_DTYPES[launch.of_right], LEFT=TRITON_DTYPES[launch.of_left],
+                CONTIGUOUS=launch.contiguous, ALIGNED=launch.wide_loads, DESCRIBED=described,
+                b_t=side, b_k=32 if wide else 128 if described and side == 128 else 64,
+                enable_fp_fusion=True, num_warps=8 if wide or side == 128 else 4,
                 num_stages=stages_of(3 if described and side == 128 else 4, device),
-            )
+            )  # fmt: skip
             sum_pairs_kernel[(units, len(order))](
                 parts[0], parts[1], pairs, out, sizes, units, most, b=128, num_warps=4
             )

@@ -160,22 +160,12 @@ def per_unit_group(
         with on_device_of(norms):
             _grouped_kernel[(len(members), units, dealt)](
                 launch.table.on_device_of(norms, lefts.addresses, rights.addresses, results.addresses),
-                offsets,
-                parts,
-                units,
-                dealt,
-                NARROW=TRITON_DTYPES[launch.narrow],
-                WIDE=TRITON_DTYPES[launch.wide],
-                CONTIGUOUS=launch.contiguous,
-                NARROW_ALIGNED=launch.narrow_aligned,
-                WIDE_ALIGNED=launch.wide_aligned,
-                b_m=b_m,
-                b_n=_WIDE_TILE,
-                b_t=32 if single else 64,
-                enable_fp_fusion=True,
-                num_warps=8 if single or b_m > 32 else 4,
-                num_stages=stages_of(3, device),
-            )
+                offsets, parts, units, dealt,
+                NARROW=TRITON_DTYPES[launch.narrow], WIDE=TRITON_DTYPES[launch.wide], CONTIGUOUS=launch.contiguous,
+                NARROW_ALIGNED=launch.narrow_aligned, WIDE_ALIGNED=launch.wide_aligned,
+                b_m=b_m, b_n=_WIDE_TILE, b_t=32 if single else 64,
+                enable_fp_fusion=True, num_warps=8 if single or b_m > 32 else 4, num_stages=stages_of(3, device),
+            )  # fmt: skip
         of_members = parts if dealt == 1 else sum_slots(parts, programs, dealt)
         if len(launches) == 1:
             return gradients, of_members.view(len(lefts), units)

@@ -132,12 +132,7 @@ def instance_sum_group(instances: Sequence[torch.Tensor], weights: torch.Tensor)
         lines = [(x.data_ptr(), t.data_ptr(), n, first) for x, t, n, first in zip(instances, sums, lengths, firsts)]
         with on_device_of(weights):
             sums_kernel[(programs,)](
-                table_on_device(lines, weights),
-                weights.contiguous(),
-                units,
-                len(lines),
-                b=COLUMNS,
-                enable_fp_fusion=True,
-                num_warps=4,
-            )
+                table_on_device(lines, weights), weights.contiguous(), units, len(lines),
+                b=COLUMNS, enable_fp_fusion=True, num_warps=4,
+            )  # fmt: skip
     return sums

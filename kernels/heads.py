@@ -67,15 +67,7 @@ def cross_entropy_gradient_(
     assert_ids(target.masked_fill(target == ignored, 0), words)
     with on_device_of(logits):
         gradient_kernel[(tokens,)](
-            logits,
-            target.contiguous(),
-            weights.contiguous(),
-            losses,
-            words,
-            width,
-            ignored,
-            b=min(HEAD_COLUMNS, max(16, next_power_of_2(width))),
-            enable_fp_fusion=True,
-            num_warps=8,
-        )
+            logits, target.contiguous(), weights.contiguous(), losses, words, width, ignored,
+            b=min(HEAD_COLUMNS, max(16, next_power_of_2(width))), enable_fp_fusion=True, num_warps=8,
+        )  # fmt: skip
     return losses

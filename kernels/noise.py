@@ -44,17 +44,10 @@ def add_noise_(x: torch.Tensor, std: float, position: torch.Tensor, secure_round
         there = to_device_of(position, x)
         opened = new_list(flat.numel(), x.device, with_sums=True) if secure_rounding else NO_LIST
         add_noise_kernel[(cdiv(flat.numel(), 16 * BLOCKS),)](
-            flat,
-            there,
-            *opened,
-            flat.numel(),
-            first // 16,
+            flat, there, *opened, flat.numel(), first // 16,
             *(numbers_of_grid(std) if secure_rounding else (float(std), 0.0, 0.0)),
-            b_blocks=BLOCKS,
-            ROUNDED=secure_rounding,
-            enable_fp_fusion=True,
-            num_warps=4,
-        )
+            b_blocks=BLOCKS, ROUNDED=secure_rounding, enable_fp_fusion=True, num_warps=4,
+        )  # fmt: skip
         if secure_rounding:
             settle(flat, there, opened, first // 16, std)
     if flat is not x:

@@ -256,23 +256,9 @@ def onehot_norms(
     strides = (0, 0) if mask is None else mask.stride()
     with on_device_of(right):
         _norm_kernel[(tokens,)](
-            order,
-            keys,
-            right,
-            bits,
-            parts,
-            sums,
-            tokens,
-            tokens + units,
-            n,
-            *right.stride(),
-            *strides,
-            b_t=4,
-            b_n=COLUMNS,
-            KIND=measure,
-            enable_fp_fusion=True,
-            num_warps=4,
-        )
+            order, keys, right, bits, parts, sums, tokens, tokens + units, n, *right.stride(), *strides,
+            b_t=4, b_n=COLUMNS, KIND=measure, enable_fp_fusion=True, num_warps=4,
+        )  # fmt: skip
         long_norm_kernel[(chunks,)](
             keys, bits, parts, sums, tokens, tokens + units, n, *strides, b_n=COLUMNS, KIND=measure, num_warps=4
         )
@@ -304,25 +290,10 @@ def onehot_weighted_sum_(
     columns = -(-n // COLUMNS)
     with on_device_of(out):
         scatter_kernel[(tokens, columns)](
-            order,
-            keys,
-            right,
-            weights,
-            unmasked,
-            bits,
-            out,
-            sums,
-            tokens,
-            n,
-            *right.stride(),
-            *out.stride(),
-            *strides,
-            b_t=4,
-            b_n=COLUMNS,
-            MASKED=masked,
-            enable_fp_fusion=True,
-            num_warps=4,
-        )
+            order, keys, right, weights, unmasked, bits, out, sums, tokens, n,
+            *right.stride(), *out.stride(), *strides,
+            b_t=4, b_n=COLUMNS, MASKED=masked, enable_fp_fusion=True, num_warps=4,
+        )  # fmt: skip
         long_scatter_kernel[(chunks, columns)](
             keys, bits, out, sums, tokens, n, *out.stride(), *strides, b_n=COLUMNS, MASKED=masked, num_warps=4
         )

@@ -33,17 +33,9 @@ def _launch(parts: torch.Tensor, offsets: torch.Tensor | None, units: int, per_s
     out = torch.empty(rows, units, dtype=torch.float32, device=parts.device)
     with on_device_of(parts):
         sum_parts_kernel[(units, rows)](
-            parts,
-            out,
-            offsets,
-            units,
-            parts.shape[1],
-            per_slot,
-            b_tile=b_tile,
-            b=128,
-            enable_fp_fusion=True,
-            num_warps=1,
-        )
+            parts, out, offsets, units, parts.shape[1], per_slot,
+            b_tile=b_tile, b=128, enable_fp_fusion=True, num_warps=1,
+        )  # fmt: skip
     return out
 
 

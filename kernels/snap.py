@@ -165,45 +165,16 @@ def nearest_row(x: torch.Tensor, table: torch.Tensor, half_x: torch.Tensor, half
     tiles_x = cdiv(rows, b_x)
     with on_device_of(x):
         nearest_group_kernel[(cdiv(size, 128) * tiles_x,)](
-            rounded,
-            table,
-            half_table,
-            least,
-            rows,
-            size,
-            groups,
-            tiles_x,
-            width,
-            rounded.stride(0),
-            *table.stride(),
-            b_v=128,
-            b_x=b_x,
-            b_k=64,
-            b_group=_GROUP,
-            enable_fp_fusion=True,
-            num_warps=8 if b_x == 128 else 4,
-            num_stages=stages_of(3, x.device),
-        )
+            rounded, table, half_table, least, rows, size, groups, tiles_x, width,
+            rounded.stride(0), *table.stride(),
+            b_v=128, b_x=b_x, b_k=64, b_group=_GROUP,
+            enable_fp_fusion=True, num_warps=8 if b_x == 128 else 4, num_stages=stages_of(3, x.device),
+        )  # fmt: skip
         resolve_kernel[(rows,)](
-            x,
-            table,
-            half_x,
-            half_table.max(),
-            least,
-            index,
-            size,
-            groups,
-            width,
-            *x.stride(),
-            *table.stride(),
-            u_x + u_e + u_x * u_e + sums,
-            sums,
-            b_scan=1024,
-            b_group=_GROUP,
-            b_k=64,
-            enable_fp_fusion=True,
-            num_warps=4,
-        )
+            x, table, half_x, half_table.max(), least, index, size, groups, width, *x.stride(), *table.stride(),
+            u_x + u_e + u_x * u_e + sums, sums,
+            b_scan=1024, b_group=_GROUP, b_k=64, enable_fp_fusion=True, num_warps=4,
+        )  # fmt: skip
     return index
 
 

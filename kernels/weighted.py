@@ -325,26 +325,14 @@ def _launch(
     kind: dict[str, Any] = {"CONTIGUOUS": launch.contiguous, "ALIGNED": launch.wide_loads, "b_m": b_m, "b_n": b_n}
     with on_device_of(parts):
         _weighted_kernel[(whole + rest * splits,)](
-            table,
-            blocks,
-            own.contiguous(),
-            parts,
-            units,
-            len(members),
-            slots,
-            whole,
-            splits,
-            tokens,
-            LEFT=TRITON_DTYPES[launch.of_left],
-            RIGHT=TRITON_DTYPES[launch.of_right],
+            table, blocks, own.contiguous(), parts, units, len(members), slots, whole, splits, tokens,
+            LEFT=TRITON_DTYPES[launch.of_left], RIGHT=TRITON_DTYPES[launch.of_right],
             DESCRIBED=b_t == 64 and enable_descriptors(launch, [own.form for own in matrices[:2]], device),
-            **kind,
-            b_t=b_t,
-            enable_fp_fusion=True,
-            num_warps=8 if large else 4,
+            **kind, b_t=b_t,
+            enable_fp_fusion=True, num_warps=8 if large else 4,
             # The table is read two blocks before the factors it points to, these two before their product, or four.
             num_stages=stages_of(7 if b_n == 256 else 5, device),
-        )
+        )  # fmt: skip
         if rest:
             b_row = min(b_m, max(1, 2048 // b_n))
             add_parts_kernel[(rest, -(-b_m // b_row))](

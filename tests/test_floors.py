@@ -20,7 +20,6 @@ ENGINE = ({"errors", "bounds"}, {"uses"}, {"loss", "rules"}, {"capture", "clip"}
 #: Private names of other people's libraries that are read for want of public ones, and why.
 FOREIGN = {
     "_BatchNorm": "the base class of torch's batch normalisations",
-    "_DropoutNd": "the base class of torch's dropouts",
     "_C": "the id of the backward pass that is running",
     "_current_graph_task_id": "the same",
     "_will_engine_execute_node": "whether it comes to a parameter",

@@ -159,46 +159,46 @@ class Gaussian(Claim):
         if self.flaws() or claimed is None or bound is None or found is None:
             reason = "the card claims a guarantee but states no epsilon"
             raise UnsupportedFigure("; ".join(self.flaws()) if found is not None else reason, claimed, found)
-        if claimed < found * (1 - ROOM):
-            reason = f"the card claims epsilon {claimed:.6g} but its event costs {found:.6g} at delta {self.delta:g}"
-            raise UnsupportedFigure(reason, claimed, found)
-        if "kind" in fields and claimed > found * (1 + LOOSER):
-            reason = (
-                f"the card claims epsilon {claimed:.6g}, more than the {found:.6g} of its event at delta {self.delta:g}"
-            )
-            raise UnsupportedFigure(reason, claimed, found)
-        # Claims of the first version have no kind, and state less.
-        if "kind" in fields:
-            self._check_account(fields["epsilon"], bound, claimed)
-        rates, own = fields.get("membership", {}), self._membership()
-        if foreign := rates.keys() - own.keys():
-            raise UnsupportedFigure(f"the card states a true-positive rate at {quote(min(foreign))}", claimed, found)
-        for rate, most in own.items():
-            stated = rates.get(rate, None if "kind" in fields else 1.0)
-            highest = min(1.0, most * (1 + LOOSER)) if "kind" in fields else 1.0
-            if not (isinstance(stated, (int, float)) and highest >= stated >= most * (1 - ROOM)):
-                raise UnsupportedFigure(
-                    f"the card states the true-positive rate {stated!r} at a false-positive rate of {rate}, but its event "
-                    f"gives {most:.4g}",
-                    claimed,
-                    found,
-                )
+        if misstated := self._misstated(fields, claimed, bound):
+            raise UnsupportedFigure(misstated, claimed, found)
         reason = f"the claimed epsilon {claimed:.6g} covers the recomputed {found:.6g} at delta {self.delta:g}"
         return CheckedFigures(claimed, found, reason)
 
-    def _check_account(self, stated: Mapping[str, Any], bound: Epsilon, claimed: float) -> None:
-        """Refuse an accountant, a grid or a target that does not fit the bound."""
-        if stated.get("accountant") != self._accountant:
-            found = f"{self._accountant}, not {quote(stated.get('accountant'))}"
-            raise UnsupportedFigure(f"the accountant of its event is {found}", claimed, float(bound))
-        grid = stated["grid"]
-        if not (grid == bound.interval or isinstance(grid, float) and math.isclose(grid, bound.interval or 0)):
-            raise UnsupportedFigure(
-                f"the grid of its event is {bound.interval}, not {quote(grid)}", claimed, float(bound)
+    def _misstated(self, fields: Mapping[str, Any], claimed: float, bound: Epsilon) -> str | None:
+        """Which of the card's figures its event does not bear out, in words; None if it bears out all of them."""
+        # Claims of the first version have no kind, and state less.
+        found, complete = float(bound), "kind" in fields
+        if claimed < found * (1 - ROOM):
+            return f"the card claims epsilon {claimed:.6g} but its event costs {found:.6g} at delta {self.delta:g}"
+        if complete and claimed > found * (1 + LOOSER):
+            return (
+                f"the card claims epsilon {claimed:.6g}, more than the {found:.6g} of its event at delta {self.delta:g}"
             )
-        target = stated["target"]
+        if complete and (reason := self._misstated_account(fields["epsilon"], bound, claimed)):
+            return reason
+        rates, own = fields.get("membership", {}), self._membership()
+        if foreign := rates.keys() - own.keys():
+            return f"the card states a true-positive rate at {quote(min(foreign))}"
+        for rate, most in own.items():
+            stated = rates.get(rate, None if complete else 1.0)
+            highest = min(1.0, most * (1 + LOOSER)) if complete else 1.0
+            if not (isinstance(stated, (int, float)) and highest >= stated >= most * (1 - ROOM)):
+                return (
+                    f"the card states the true-positive rate {stated!r} at a false-positive rate of {rate}, but its event "
+                    f"gives {most:.4g}"
+                )
+        return None
+
+    def _misstated_account(self, stated: Mapping[str, Any], bound: Epsilon, claimed: float) -> str | None:
+        """The same of the accountant, the grid and the target."""
+        if stated.get("accountant") != self._accountant:
+            return f"the accountant of its event is {self._accountant}, not {quote(stated.get('accountant'))}"
+        grid, target = stated["grid"], stated["target"]
+        if not (grid == bound.interval or isinstance(grid, float) and math.isclose(grid, bound.interval or 0)):
+            return f"the grid of its event is {bound.interval}, not {quote(grid)}"
         if target not in (None, INFINITE) and not (type(target) in (int, float) and target >= claimed * (1 - ROOM)):
-            raise UnsupportedFigure(f"the target {quote(target)} lies below the claimed epsilon", claimed, float(bound))
+            return f"the target {quote(target)} lies below the claimed epsilon"
+        return None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fastdp.accounting.event_types import DpEvent, dp_event
 Sampling = Literal["poisson", "shuffled"]
 #: (first release, factor of the noise multiplier from there on), in order; the first entry begins at release 0.
 NoiseFactors = tuple[tuple[int, float], ...]
+#: The same noise multiplier at every release.
 CONSTANT: NoiseFactors = ((0, 1.0),)
 #: Most kinds of sampled release that an accountant tells apart, since each takes time of its own.
 MOST_KINDS = 256
@@ -122,16 +123,13 @@ class EventModel:
 
     def event(self, releases: int) -> DpEvent:
         """Event of ``releases`` releases; none at all is `NoOpDpEvent`."""
-        uses = self.uses(releases)
-        pieces = [(0, self.one), *self.later]
+        uses, found = self.uses(releases), []
         ends = [start for start, _ in self.later] + [uses]
-        return compose(*(_times(event, min(end, uses) - start) for (start, event), end in zip(pieces, ends)))
-
-
-def _times(event: DpEvent, count: int) -> DpEvent:
-    if count <= 0 or isinstance(event, dp_event.NoOpDpEvent):
-        return dp_event.NoOpDpEvent()
-    return event if count == 1 else dp_event.SelfComposedDpEvent(event, count)
+        for (start, event), end in zip([(0, self.one), *self.later], ends):
+            count = min(end, uses) - start
+            if count > 0 and not isinstance(event, dp_event.NoOpDpEvent):
+                found.append(event if count == 1 else dp_event.SelfComposedDpEvent(event, count))
+        return compose(*found)
 
 
 def dpsgd_model(
@@ -173,12 +171,13 @@ def dpsgd_model(
 
 
 def _by_use(factors: Sequence[tuple[int, float]], steps: int) -> NoiseFactors:
-    """(first use, least factor within a use of ``steps`` steps) for each change of that factor."""
+    """(first use, least factor within it) wherever that factor changes; a use is ``steps`` consecutive steps."""
     starts, levels = [start for start, _ in factors], [factor for _, factor in factors]
     if starts[:1] != [0] or any(later <= earlier for earlier, later in zip(starts, starts[1:])):
         raise ValueError("factors of noise must begin at release 0 and stand in order")
     found: list[tuple[int, float]] = []
     for use in sorted({start // steps for start in starts} | {-(-start // steps) for start in starts}):
+        # The levels that hold somewhere from this use's first step to its last.
         first, stop = bisect.bisect_right(starts, use * steps) - 1, bisect.bisect_left(starts, (use + 1) * steps)
         least = min(levels[first:stop])
         if not found or found[-1][1] != least:

@@ -1,8 +1,8 @@
 """A card in the forms that others ask for: a model page, a registry's entry, an evaluation's outline, a page for a browser.
 
-Each carries the card itself, so that `verify` takes any of them, and is compared with what it would say if it were written
-anew from that card: what it states besides the card's own figures is held to them too. What people add outside the part that
-comes from the card (a curator's name, what the model is for) is theirs, and not compared.
+Each form carries the card itself, so that `verify` reads any of them. It is compared with what would be written anew from that
+card, so that no sentence of it can differ from the card's figures. What people add outside the part that comes from the card,
+such as a curator's name, is not compared.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def export(card: Mapping[str, Any], form: Format) -> str:
 
 
 def read_export(text: str) -> tuple[dict[str, Any], list[str]] | None:
-    """The card that a text of `export` carries, and what is left open; None for a text that is no such form.
+    """The card in a text of `export`, and what could not be compared, in words; None for a text that is no such form.
 
-    Raises ValueError where the text says otherwise than its card, or its card cannot be read.
+    Raises ValueError for a text that does not say what its card says, or holds no card that can be read.
     """
     found = _BEGIN.search(text)
     if found is None:
@@ -88,12 +88,12 @@ def read_export(text: str) -> tuple[dict[str, Any], list[str]] | None:
     return card, []
 
 
-#: Forms that people add to. Of the others every letter comes from the card.
+#: Forms that people add to. In the others every letter comes from the card.
 _SHARED = ("huggingface", "registry")
 
 
 def _card_text(text: str, form: str) -> str:
-    """The card's own line, or in a registry's entry its own place."""
+    """The JSON text of the card in a form: a line of its own, or a field of a registry's entry."""
     if form == "registry":
         try:
             return _read_yaml(text)["deployment"]["implementation"]["additional_information"]
@@ -106,17 +106,16 @@ def _card_text(text: str, form: str) -> str:
 
 
 def _read_yaml(text: str) -> dict[str, Any]:
-    read = parse_yaml(text)
-    if not isinstance(read, dict):
+    if not isinstance(read := parse_yaml(text), dict):
         raise ValueError("it holds no settings")
     return read
 
 
 def _compared(text: str, form: str) -> str:
-    """What comes from the card: all of it, or from the mark of its beginning to that of its end."""
+    """The part of a form that comes from the card: all of it, or what stands between the two marks."""
     if form not in _SHARED:
         return text.strip()
-    # Nothing that people add may say a second time what the card says.
+    # Reading refuses duplicate keys: nothing that people add may contradict the part that comes from the card.
     _read_yaml(text if form == "registry" else text.partition("---")[2].partition("\n---")[0])
     start = _BEGIN.search(text)
     assert start is not None
@@ -132,7 +131,7 @@ def _mark(form: str) -> str:
     return f"fastdp-card {form} {EXPORT_VERSION} begin"
 
 
-def _trained(card: Mapping[str, Any]) -> str | None:
+def _model_name(card: Mapping[str, Any]) -> str | None:
     model = card.get("model")
     return str(model["name"]) if isinstance(model, Mapping) and model.get("name") else None
 
@@ -148,15 +147,14 @@ def _figures(card: Mapping[str, Any]) -> dict[str, Any]:
 def _huggingface(card: Mapping[str, Any]) -> str:
     promised = card["guarantee"] != "none"
     # Two words of ASCII and a slash are what the hub reads as a model's name.
-    name = _trained(card)
+    name = _model_name(card)
     metadata: dict[str, Any] = {
         **({"base_model": name} if name and re.fullmatch(r"[\w.-]+/[\w.-]+", name) else {}),
         "tags": ["fastdp", *(["differential-privacy"] if promised else [])],
         "privacy": {
             "guarantee": card["guarantee"],
             **_figures(card),
-            **({"unit": card["unit"]} if "unit" in card else {}),
-            **({"adjacency": card["adjacency"]} if "adjacency" in card else {}),
+            **{key: card[key] for key in ("unit", "adjacency") if key in card},
         },
     }
     lines = ["---", f"# {_mark('huggingface')}", yaml.safe_dump(metadata, sort_keys=False).rstrip(), "---", ""]
@@ -267,7 +265,6 @@ def _composition(card: Mapping[str, Any]) -> str:
 def _outline(card: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     """Headings of NIST SP 800-226, and what the card says under each; lines that begin with a dash are entries of a list."""
     source = card["noise_source"]
-    known = [f"- {entry}" for entry in card["unprotected"]]
     return [
         ("The guarantee", [f"- {line}" for line in page.headlines(card)]),
         (
@@ -288,10 +285,15 @@ def _outline(card: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
         ("Threat model", [f"- {entry}" for entry in card["assumptions"]] or ["No assumption is stated."]),
         (
             "Implementation of the mechanism",
-            [", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in source.items()) or "not stated"]
-            + [f"- {entry}" for entry in card["remaining"]],
+            [
+                ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in source.items()) or "not stated",
+                *(f"- {entry}" for entry in card["remaining"]),
+            ],
         ),
-        ("Data security, access control and collection", known or ["Nothing is stated."]),
+        (
+            "Data security, access control and collection",
+            [f"- {entry}" for entry in card["unprotected"]] or ["Nothing is stated."],
+        ),
         ("Notes", [f"- {entry}" for entry in card["notes"]] or ["None."]),
     ]
 
@@ -309,8 +311,7 @@ def _nist(card: Mapping[str, Any]) -> str:
 
 def _html(card: Mapping[str, Any]) -> str:
     parts = [f"<h1>{escape_html(_title(card))}</h1>"]
-    for line in page.headlines(card):
-        parts.append(f'<p class="bound">{escape_html(line)}</p>')
+    parts += [f'<p class="bound">{escape_html(line)}</p>' for line in page.headlines(card)]
     parts.append(f"<p>{escape_html(page.mechanism_sentence(card))}</p>")
     paragraph, rates = page.meaning(card)
     if rates:
@@ -318,9 +319,8 @@ def _html(card: Mapping[str, Any]) -> str:
         parts.append(f"<h2>What that means</h2><p>{escape_html(said[0].upper() + said[1:])}</p>")
         parts.append(_rows([page.RATES, *rates], head=True))
     for heading, entries in page.remarks(card):
-        parts.append(
-            f"<h2>{heading}</h2><ul>{''.join(f'<li>{escape_html(str(entry))}</li>' for entry in entries)}</ul>"
-        )
+        items = "".join(f"<li>{escape_html(str(entry))}</li>" for entry in entries)
+        parts.append(f"<h2>{heading}</h2><ul>{items}</ul>")
     rows, sections = page.facts(card)
     parts.append("<h2>What it states</h2>" + _rows(rows))
     for title, text in sections:
@@ -341,7 +341,7 @@ def _html(card: Mapping[str, Any]) -> str:
 
 
 def _title(card: Mapping[str, Any]) -> str:
-    name = _trained(card)
+    name = _model_name(card)
     return f"Privacy card of {name}" if name else "Privacy card"
 
 

@@ -77,14 +77,8 @@ class Canaries(Observer, ABC):
             raise ValueError("no target_delta was given to the run; pass delta")
         if self.private.ledger.untouched:
             raise ValueError("nothing was released yet: train before asking for the result")
-        return conclude(
-            self.scores(),
-            self.included,
-            claimed=self.private.epsilon(delta),
-            delta=delta,
-            confidence=confidence,
-            shares=shares,
-        )
+        scores, claimed = self.scores(), self.private.epsilon(delta)
+        return conclude(scores, self.included, claimed=claimed, delta=delta, confidence=confidence, shares=shares)
 
     def detach(self) -> None:
         """Take the canaries out of the run; scores and coins stay."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,14 +56,7 @@ class GradientCanaries(Canaries):
     Raises ValueError as `Canaries`, and for a count or statistic outside the above.
     """
 
-    def __init__(
-        self,
-        private: Private,
-        count: int,
-        *,
-        statistic: str = "mean",
-        unsafe_seed: int | None = None,
-    ):
+    def __init__(self, private: Private, count: int, *, statistic: str = "mean", unsafe_seed: int | None = None):
         parameters = private.parameters
         total = sum(p.numel() for p in parameters.values())
         if count > total:
@@ -70,11 +64,7 @@ class GradientCanaries(Canaries):
         one_of(("mean", "variance"), statistic=statistic)
         super().__init__(private, count, unsafe_seed=unsafe_seed)
         self.statistic = statistic
-        generator = torch.Generator()
-        if unsafe_seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(unsafe_seed)
+        generator = torch.Generator().manual_seed(secrets.randbits(63) if unsafe_seed is None else unsafe_seed)
         self._shares = _deal({name: p.numel() for name, p in parameters.items()}, count, generator)
         policy = private.policy
         self._height = _MAGNITUDE * math.sqrt(sum(bound**2 for bound in policy.bounds)) / math.sqrt(total / count)

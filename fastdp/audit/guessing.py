@@ -101,15 +101,8 @@ def conclude(
     each = 1 - (1 - confidence) / len(shares)
     trials = []
     for share in shares:
-        half = max(1, int(count * share) // 2)
-        half = min(half, count // 2)
+        half = min(max(1, int(count * share) // 2), count // 2)
         correct = int(coins[count - half :].sum()) + int((~coins[:half]).sum())
         trials.append(Guess(2 * half, correct, lower_bound(count, 2 * half, correct, delta, each)))
-    return AuditResult(
-        epsilon=max(trial.epsilon for trial in trials),
-        delta=delta,
-        confidence=confidence,
-        claimed=claimed,
-        canaries=count,
-        trials=tuple(trials),
-    )
+    best = max(trial.epsilon for trial in trials)
+    return AuditResult(best, delta, confidence, claimed, canaries=count, trials=tuple(trials))

@@ -18,10 +18,8 @@ from fastdp.commands.refusal import console, quiet_libraries, refusing, style_me
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedTokenizerBase
 
     from fastdp.data import Examples
-    from fastdp.finetune import FinetuneConfig
 
 
 @refusing
@@ -140,10 +138,7 @@ class _AttackedModel:
 
         self.overrides, self.limit, self.batch_size, self.seed = overrides, limit, batch_size, seed
         with console.status("loading the model"):
-            loaded = load_saved(folder, overrides)
-        self.model: nn.Module = loaded[0]
-        self.tokenizer: PreTrainedTokenizerBase = loaded[1]
-        self.config: FinetuneConfig = loaded[2]
+            self.model, self.tokenizer, self.config = load_saved(folder, overrides)
 
     def examples(self, path: Path) -> Examples:
         """At most ``limit`` rows of a file, drawn at random, encoded as the run did."""

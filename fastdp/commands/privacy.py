@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,17 +49,8 @@ def _event(
 
     if 1 / examples <= delta < 1:
         warnings.warn(f"{large_delta(delta, examples)}; fastdp finetune refuses it. Lower delta", stacklevel=2)
-
-    def event(noise_multiplier: float) -> Any:
-        return accounting.dpsgd(
-            noise_multiplier=noise_multiplier,
-            sample_rate=batch_size / examples,
-            steps=steps,
-            sampling=sampling,
-            steps_per_epoch=per_epoch,
-        )
-
-    return event, steps
+    rate = batch_size / examples
+    return partial(accounting.dpsgd, sample_rate=rate, steps=steps, sampling=sampling, steps_per_epoch=per_epoch), steps
 
 
 @refusing

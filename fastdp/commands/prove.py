@@ -43,11 +43,9 @@ def prove_command(
     MODEL: a model's folder, a run's output folder, or 'quickstart'.
     """
     quiet_libraries()
-    settings = {
-        **{"peft": peft, "task": task, "labels": None if labels is None else labels.split(",")},
-        **{"text_column": text_column, "label_column": label_column},
-        **{"max_length": max_length, "max_grad_norm": max_grad_norm},
-    }
+    settings: dict[str, Any] = {"peft": peft, "task": task, "labels": None if labels is None else labels.split(",")}
+    settings |= {"text_column": text_column, "label_column": label_column}
+    settings |= {"max_length": max_length, "max_grad_norm": max_grad_norm}
     is_quickstart = model == QUICKSTART
     with console.status("replaying neighbours"):
         evidence = _prove(Path(MODEL if is_quickstart else model), data, settings, is_quickstart=is_quickstart)
@@ -67,6 +65,7 @@ def prove_command(
 
 
 def _prove(folder: Path, data: Path | None, settings: dict[str, Any], *, is_quickstart: bool) -> Evidence:
+    """Replay neighbours of the records in a file, of the quickstart's invented ones, or of random tokens."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -104,8 +103,7 @@ def _table(evidence: Evidence) -> Table:
     for heading in ("change", "of what", "moved"):
         table.add_column(heading, overflow="fold")
     for trial in evidence.trials:
-        # Where all others hold, a refused record is as it should be; its error is in the file of --json.
+        # Where all other trials hold, a refused record needs no explanation here; its error is in the file of --json.
         refused = "refused, nothing released" if evidence else f"nothing was released: {trial.said}"
-        moved = refused if trial.moved is None else f"{trial.moved:.4f}"
-        table.add_row(trial.kind, trial.what, moved)
+        table.add_row(trial.kind, trial.what, refused if trial.moved is None else f"{trial.moved:.4f}")
     return table

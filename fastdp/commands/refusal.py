@@ -1,4 +1,4 @@
-"""How a command speaks, and how it says no: one sentence on standard error and a non-zero exit."""
+"""What commands print, and how they refuse: one sentence on standard error and a non-zero exit."""
 
 from __future__ import annotations
 
@@ -66,16 +66,13 @@ def refusing(command: Callable[P, R]) -> Callable[P, R]:
                 raise
             message = _system(error) if isinstance(error, OSError) else str(error)
             message = " ".join(message.split()) or type(error).__name__
-            errors.print(style_message(("error:", "bold red"), f" {message}"))
-            raise typer.Exit(1) from None
         except MemoryError as error:
-            errors.print(
-                style_message(("error:", "bold red"), f" memory ran out: take fewer steps or examples ({error})")
-            )
-            raise typer.Exit(1) from None
+            message = f"memory ran out: take fewer steps or examples ({error})"
         except KeyboardInterrupt:
             errors.print("stopped")
             raise typer.Exit(130) from None
+        errors.print(style_message(("error:", "bold red"), f" {message}"))
+        raise typer.Exit(1)
 
     return guarded
 
@@ -95,13 +92,13 @@ def _system(error: OSError) -> str:
     return f"{where}{error.strerror[0].lower()}{error.strerror[1:]}{remedy and f'; {remedy}'}"
 
 
-_ROOM = "make room, or choose a folder on another disk; a run that has begun goes on with --resume"
+#: What to do about each number of an error of the operating system.
 _REMEDIES = {
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
-    errno.EFBIG: _ROOM,
-    errno.EACCES: "change its mode, or choose another place",
-    errno.EPERM: "change its mode, or choose another place",
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+        "make room, or choose a folder on another disk; a run that has begun goes on with --resume",
+    ),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its mode, or choose another place"),
     errno.EROFS: "choose a place that can be written",
     errno.EISDIR: "name a file",
     errno.ENOTDIR: "name a folder",

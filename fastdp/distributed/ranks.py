@@ -245,10 +245,8 @@ def peers_required(*, only_exchanges: bool = True) -> Iterator[None]:
 
 
 def _of_an_exchange(error: RuntimeError) -> bool:
-    said = str(error).lower()
-    return isinstance(error, dist.DistError) or any(
-        word in said for word in ("gloo", "nccl", "connection closed by peer")
-    )
+    words = "gloo", "nccl", "connection closed by peer"
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
 def _portable(error: Exception) -> Exception:

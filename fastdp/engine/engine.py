@@ -1,4 +1,4 @@
-"""The engine: a training run's passes, in the order in which the loader hands out its batches, each looked at before."""
+"""The engine: a training run's passes, in the order in which the loader hands out its batches, each checked before it runs."""
 
 from __future__ import annotations
 
@@ -93,16 +93,13 @@ class Engine(Passes):
         self.blocked = ""
         #: Whether the last microbatch of this logical batch had its backward pass; probe batches may still follow it.
         self._ended = False
-        #: The batch that went through the model latest, how often in a row it has, and where these passes meet.
+        #: The batch that went through the model latest, and how many forward passes in a row were of it.
         self._latest: Ticket | None = None
         self._forwards = 0
+        #: Where the backward passes of these forward passes come together: they are clipped as one.
         self._junction: Callable[[], Junction | None] = lambda: None
-        self.twice = lambda: self._forwards > 1
-        # In a loop's own backward pass they are found where gradients are expected from here on.
-        self.may_stray = lambda: not self.blocked or self.trying or self.weights.cut or self.pending.place()
         #: Whether the loop takes each batch before the backward pass of the one before; its last one has none behind it.
         self.takes_ahead = False
-        self.probes_come = lambda: not self.takes_ahead or len(self.tickets) > 1
         #: Backward passes so far, and how many of them a step of the optimizer has followed.
         self.backwards = self.followed = 0
 
@@ -111,6 +108,16 @@ class Engine(Passes):
         """Also in evaluation mode, for a batch that was handed out while the model was in it: a loop's own choice."""
         in_training = self.model.training or (bool(self.tickets) and self.tickets[0].in_eval)
         return in_training and torch.is_grad_enabled()
+
+    def twice(self) -> bool:
+        return self._forwards > 1
+
+    def may_stray(self) -> bool:
+        # In a loop's own backward pass they are found where gradients are expected from here on.
+        return not self.blocked or self.trying or self.weights.cut or self.pending.place()
+
+    def probes_come(self) -> bool:
+        return not self.takes_ahead or len(self.tickets) > 1
 
     def abandon(self) -> bool:
         """Forget a logical batch that was begun and not released: the loader starts anew. Whether there was one."""
@@ -142,9 +149,9 @@ class Engine(Passes):
             if self.backwards > self.followed:
                 raise RuntimeError(FORWARD_AFTER_BACKWARD)
             output = self.forwards.root.plain(*args, **kwargs)
-            # What another network made, as a GAN's generator, which learns by this pass.
-            made = any(tensor.grad_fn is not None for _, tensor in leaves((args, kwargs)))
-            return output if made else forbid_backward(output, NO_BATCH)
+            # Another network that made the inputs, as a GAN's generator, learns by this pass.
+            has_graph = any(tensor.grad_fn is not None for _, tensor in leaves((args, kwargs)))
+            return output if has_graph else forbid_backward(output, NO_BATCH)
         given = call = args, kwargs
         inputs = leaves(given)
         if [t for _, t in inputs if t.requires_grad and t.is_leaf]:

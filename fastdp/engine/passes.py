@@ -145,6 +145,12 @@ class Passes:
     """
 
     extend_trace: Callable[[Call, int], None]
+    #: Whether the batch at hand went through the model more than once.
+    twice: Callable[[], bool]
+    #: Whether a backward pass may have given parameters gradients beside its captures.
+    may_stray: Callable[[], bool]
+    #: Whether probe batches that are planned now come before a release.
+    probes_come: Callable[[], bool]
     #: The fewest rows of a matrix that counts as a vocabulary's head.
     vocabulary: int | None = VOCABULARY
 
@@ -188,12 +194,6 @@ class Passes:
         self.divided: frozenset[int] = frozenset()
         self.trying = False
         self.penalty = WeightPenalty()
-        #: Whether the batch at hand went through the model more than once.
-        self.twice: Callable[[], bool] = lambda: False
-        #: Whether a backward pass may have given parameters gradients beside its captures.
-        self.may_stray: Callable[[], bool] = lambda: True
-        #: Whether probe batches that are planned now come before a release.
-        self.probes_come: Callable[[], bool] = lambda: True
         self.isolated = isolated and self.route is None
         #: Whether the model's own sums over rows count as losses, as torch's loss functions do.
         self.reductions = False
@@ -326,7 +326,8 @@ class Passes:
         self.route, self.reason = ONE_EXAMPLE, reason
         warnings.warn(f"this model takes the one-example route, exact but several times slower: {reason}", stacklevel=3)
 
-    def _layout(self, ticket: Ticket) -> Layout:
+    def layout_of(self, ticket: Ticket) -> Layout:
+        """Where a batch's rows and units lie, with what the trace knows of its meetings."""
         layout = ticket.layout(self.device)
         layout.meetings = self.trace.meetings if self.trace is not None else {}
         return layout
@@ -349,7 +350,7 @@ class Passes:
 
         ``junction`` says what a backward pass does (default: `differentiate`); ``verify`` also checks how the loss is made.
         """
-        layout, junction = layout or self._layout(ticket), junction or Junction(self.differentiate)
+        layout, junction = layout or self.layout_of(ticket), junction or Junction(self.differentiate)
         if self.isolated and (ticket.rows == 1 or not self.returns_loss):
             return self._in_isolation(call, ticket, layout, junction)
         if self.isolated or self.route == ONE_EXAMPLE:
@@ -493,9 +494,9 @@ class Passes:
         tops = [require_loss(output), *beside.values()] if self.returns_loss else differentiable_outputs(output)
         waiting = Pass(call, ticket, layout, CaptureContext(layout), True, junction, [], restore=snapshot.restore)
         waiting.targets = [tops, *[[]] * (ticket.rows - 1)]
-        if self.returns_loss:
-            return waiting.replace_loss(output, tops[0].detach(), beside), waiting
-        return waiting.replace_outputs(output), waiting
+        if not self.returns_loss:
+            return waiting.replace_outputs(output), waiting
+        return waiting.replace_loss(output, tops[0].detach(), beside), waiting
 
     def run_rows(self, call: Call, ticket: Ticket) -> tuple[list[Any], list[list[torch.Tensor]]]:
         """Each row's output and what its backward pass starts from, by the one-example route."""

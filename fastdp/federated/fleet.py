@@ -47,7 +47,7 @@ _LARGEST_BODY = 64 << 20
 LARGEST_REPLY, _MOST_OBJECTS = 1 << 32, 1 << 14
 _IDLE_SECONDS, _REQUEST_SECONDS = 120.0, 60.0
 #: Interval of interim responses (HTTP 102). Flower gives up after 30 silent seconds, and a large object can take longer.
-SIGN_SECONDS = 10.0
+INTERIM_SECONDS = 10.0
 #: Below the gateway's limit of connections for one certificate; further requests wait.
 _CONNECTIONS = ProxyLimits.connections - 2
 
@@ -65,11 +65,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """What is answered: a status of HTTP, and bytes."""
+    """What is answered: a status of HTTP, and bytes of a content type."""
 
     status: int
     body: bytes = b""
-    kind: str = PROTOBUF
+    content_type: str = PROTOBUF
 
     @classmethod
     def refusal(cls, status: int, reason: str) -> Reply:
@@ -130,23 +130,24 @@ class Gateway(TlsListener):
     def __init__(self, address: tuple[str, int], certificates: Path, superlink: str):
         # Flower shows the server's own certificate, without asking for one.
         self._upstream = Upstream(superlink, ssl.create_default_context(cafile=str(certificates / CA)))
+        #: The newest certificate that was seen of each name.
         self._newest: dict[str, x509.Certificate] = {}
+        #: Keys of the nodes that Flower knows, and bytes of the objects in the reply that each is sending.
         self._registered: set[bytes] = set()
         self._uploaded: dict[bytes, int] = {}
         super().__init__(address, certificates, self._handle, "http/1.1")
 
     async def _handle(self, certificate: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def log_refusal(reply: Reply | None) -> None:
+            if reply is not None and 400 <= reply.status < 500:
+                self.log_refusal("a request", certificate_name(certificate), reply.body.decode(errors="replace"))
+
         async def answer(request: Request) -> Reply:
             reply = await self._answer(certificate, request)
-            self._log_reply(certificate, reply)
+            log_refusal(reply)
             return reply
 
-        if reply := await serve_requests(reader, writer, answer):
-            self._log_reply(certificate, reply)
-
-    def _log_reply(self, certificate: bytes, reply: Reply) -> None:
-        if 400 <= reply.status < 500:
-            self.log_refusal("a request", certificate_name(certificate), reply.body.decode(errors="replace"))
+        log_refusal(await serve_requests(reader, writer, answer))
 
     async def _answer(self, certificate: bytes, request: Request) -> Reply:
         try:
@@ -162,7 +163,7 @@ class Gateway(TlsListener):
                 return Reply.refusal(503, "the node could not be registered")
             self._registered.add(key)
         if request.path == PUSH:
-            if reason := _why_no_reply(request.body):
+            if reason := _refusal_of_push(request.body):
                 return Reply.refusal(403, reason)
             self._uploaded[key] = 0
         elif request.path == PUSH_OBJECT:
@@ -191,8 +192,11 @@ class Gateway(TlsListener):
         return reply.status < 500
 
 
-def _why_no_reply(body: bytes) -> str | None:
-    """Why a push is not a node's own reply to an order; None if it is. Flower believes whom a message says that it is from."""
+def _refusal_of_push(body: bytes) -> str | None:
+    """Why pushed messages are not a node's own replies to orders; None if they are.
+
+    Flower believes a message about who sent it.
+    """
     from flwr.proto.fleet_pb2 import PushMessagesRequest
     from google.protobuf.message import DecodeError
 
@@ -288,7 +292,7 @@ async def serve_requests(
             return request
         task = asyncio.ensure_future(answer(request))
         try:
-            while not (await asyncio.wait([task], timeout=SIGN_SECONDS))[0]:
+            while not (await asyncio.wait([task], timeout=INTERIM_SECONDS))[0]:
                 writer.write(connection.send(h11.InformationalResponse(status_code=102, headers=[])) or b"")
                 await asyncio.wait_for(writer.drain(), ProxyLimits.stall_seconds)
         finally:
@@ -329,7 +333,7 @@ async def _read_request(connection: h11.Connection, reader: asyncio.StreamReader
 async def _write_reply(
     connection: h11.Connection, writer: asyncio.StreamWriter, reply: Reply, headers: list[tuple[str, str]]
 ) -> None:
-    headers = [("content-type", reply.kind), ("content-length", str(len(reply.body))), *headers]
+    headers = [("content-type", reply.content_type), ("content-length", str(len(reply.body))), *headers]
     writer.write(connection.send(h11.Response(status_code=reply.status, headers=headers)) or b"")
     view = memoryview(reply.body)
     for at in range(0, len(view), RELAY_BYTES):

@@ -10,13 +10,7 @@ from torch import Tensor
 import fastdp.accounting as accounting
 from fastdp.accounting import Card
 from fastdp.accounting.card import public_name
-from fastdp.accounting.statements import (
-    FEDERATED,
-    KEPT_BY_THE_SERVER,
-    UNCOUNTED,
-    federated_claims,
-    federated_sentences,
-)
+from fastdp.accounting.statements import FEDERATED, KEPT_BY_THE_SERVER, UNCOUNTED, federated_claims, federated_sentences
 from fastdp.federated.config import FederatedConfig
 from fastdp.ops.grid import DISTANCE
 

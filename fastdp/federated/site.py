@@ -102,13 +102,8 @@ class Site:
             detector=detector,
             policy=PrivacyPolicy(threshold=config.threshold),
         )
-        found = perturb(
-            texts,
-            adapted.tokenizer,
-            adapted.model,
-            max_length=adapted.room,
-            cache=self.folder / "perturbed.safetensors",
-        )
+        cache = self.folder / "perturbed.safetensors"
+        found = perturb(texts, adapted.tokenizer, adapted.model, max_length=adapted.room, cache=cache)
         quality = None if perturb.scope == "all" else _quality(config, detector, texts)
         found.card(quality).save(self.folder / "card")
         # What was drawn at random is nothing to learn, unless nothing else is left.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import resource
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,16 +18,15 @@ from fastdp.data import IGNORED, Collator, Examples
 from fastdp.finetune.config import ConfigError, FinetuneConfig
 from fastdp.finetune.evaluation import autocast
 
-#: Bytes for each trained parameter that a private step with Adam keeps beside an ordinary backward pass: two moments, and the
-#: clipped sum besides the gradient.
+#: Bytes that a private step with Adam keeps for each trained parameter, and an ordinary backward pass does not: two moments and
+#: the clipped sum, in float32.
 _OPTIMIZER_BYTES = 12
 
 
 class PeakMemory:
-    """Begins measuring when made; `so_far` gives the peak in bytes since then.
+    """Measure the peak of memory since this was made: on a GPU what torch allocated, otherwise the process's resident set.
 
-    On a GPU it is what torch allocated, otherwise the process's resident set. Linux can reset a process's high-water mark;
-    where it cannot be reset, the peak since the process began is given.
+    Where a process's high-water mark cannot be reset, as outside Linux, it is the peak since the process began.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,10 +34,8 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
-        try:
+        with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            return
 
     def so_far(self) -> int:
         """Peak bytes since the beginning."""
@@ -47,8 +46,6 @@ class PeakMemory:
             line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
             return int(line.split()[1]) * 1024
         except (OSError, StopIteration):
-            import resource
-
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             return peak if sys.platform == "darwin" else peak * 1024
 
@@ -56,10 +53,10 @@ class PeakMemory:
 def rehearse_step(
     model: nn.Module, examples: Examples, collator: Collator, config: FinetuneConfig
 ) -> tuple[float, int]:
-    """Seconds of a logical step and peak bytes, by ordinary passes over the longest examples and over such of middle length.
+    """Seconds of a logical step and peak bytes, predicted from ordinary passes over the longest examples and the middle ones.
 
-    Nothing is trained or kept, and the state of random numbers is put back. The figures are functions of private lengths, for
-    whoever runs the training alone, as the loss is.
+    Nothing is trained or kept, and random states are put back. The figures depend on private lengths: like the loss, they are
+    for whoever runs the training.
 
     Raises:
         ConfigError: if the longest examples do not fit into the memory of the device, or the model's loss is not finite.
@@ -87,6 +84,7 @@ def rehearse_step(
 
 
 def _pass(model: nn.Module, items: Sequence[dict], collator: Collator, config: FinetuneConfig) -> None:
+    """Run one microbatch as training will, without an update."""
     device = next(model.parameters()).device
     # DP-ZO is for models whose backward pass does not fit: its step is two passes forward.
     with in_mode(model, training=True), torch.set_grad_enabled(not config.is_zeroth_order):

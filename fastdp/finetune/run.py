@@ -321,7 +321,7 @@ class FinetuneRun:
         """Evaluate, train, evaluate, write."""
         if checkpoint:
             self._restore(checkpoint)
-        if not checkpoint:
+        else:
             self.before = self._evaluate("evaluating before training")
         if self.updates == 0 and self.private.steps_done >= self.private.total_steps:
             raise ConfigError(

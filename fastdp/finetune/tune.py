@@ -40,16 +40,7 @@ from fastdp.settings import TYPE_WORDS
 from fastdp.tables import Rows, read_rows
 
 #: Settings that may be searched: what a trial costs does not depend on them.
-FREE = (
-    "learning_rate",
-    "max_grad_norm",
-    "lora_r",
-    "lora_alpha",
-    "schedule",
-    "warmup",
-    "weight_decay",
-    "bottleneck_size",
-)
+FREE = tuple("learning_rate max_grad_norm lora_r lora_alpha schedule warmup weight_decay bottleneck_size".split())
 #: Factors of the learning rate that are tried where nothing is named.
 USUAL = (0.25, 0.5, 1.0, 2.0, 4.0)
 TRIALS = ".trials"

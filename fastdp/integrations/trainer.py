@@ -552,24 +552,14 @@ class PrivateTraining(_TrainerBase):
 
 
 class DPSeq2SeqTrainer(PrivateTraining, Seq2SeqTrainer):
-    """A Seq2SeqTrainer of transformers that trains privately, for ``predict_with_generate``; see `PrivateTraining`.
+    """A Seq2SeqTrainer of transformers that trains privately, for ``predict_with_generate``.
 
-    Args:
-        privacy: budget and method, as `PrivacyArguments`.
-        Everything else: as for the trainer that it is made of.
-
-    Raises:
-        ValueError: for training arguments that cannot be combined with private training, naming each.
+    ``privacy`` takes `PrivacyArguments`, everything else is as for that trainer; see `PrivateTraining`.
     """
 
 
 class DPTrainer(PrivateTraining, Trainer):
-    """A Trainer of transformers that trains privately; see `PrivateTraining`.
+    """A Trainer of transformers that trains privately.
 
-    Args:
-        privacy: budget and method, as `PrivacyArguments`.
-        Everything else: as for the trainer that it is made of.
-
-    Raises:
-        ValueError: for training arguments that cannot be combined with private training, naming each.
+    ``privacy`` takes `PrivacyArguments`, everything else is as for that trainer; see `PrivateTraining`.
     """

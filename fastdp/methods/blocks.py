@@ -77,9 +77,9 @@ class Blocks:
     stage: tuple[nn.Module, ...]
     blocks: nn.ModuleList
     final: nn.Module | None
-    causal: bool
-    tuples: bool
-    shared: nn.Module | None
+    causal: bool = False
+    tuples: bool = False
+    shared: nn.Module | None = None
     known: bool = True
 
     @property
@@ -179,13 +179,7 @@ def _at_module(model: nn.Module, layer: str | nn.Module) -> Blocks:
     before = itertools.takewhile(lambda own: own is not module, model.modules())
     # What holds the layer is computed after it, too.
     stage = tuple(own for own in before if module not in own.modules())
-    return Blocks(
-        *(model, model, module, (*stage, module), nn.ModuleList(), None),
-        causal=False,
-        tuples=False,
-        shared=None,
-        known=False,
-    )
+    return Blocks(model, model, module, (*stage, module), nn.ModuleList(), None, known=False)
 
 
 def _shown(layer: Layer) -> str:

@@ -116,6 +116,7 @@ PRIVATE_SNAP = Op(
     fake=lambda ids, *_: torch.empty_like(ids, memory_format=torch.contiguous_format),
     check=_check_private_snap,
 )
+PRIVATE_SNAP.in_family("dchi")
 
 
 def _vectors_reference(eta: Tensor, width: int, position: Tensor) -> Tensor:
@@ -151,9 +152,6 @@ def dchi_vectors(eta: Tensor, width: int, stream: NoiseStream | Draw) -> Tensor:
     What `private_snap` adds to the rows of its tokens, for rows that leave without being snapped.
     """
     return DCHI_VECTORS(eta, width, stream)
-
-
-PRIVATE_SNAP.in_family("dchi")
 
 
 def private_snap(ids: Tensor, table: Tensor, eta: float | Tensor, stream: NoiseStream | Draw) -> Tensor:

@@ -15,14 +15,14 @@ from torch import Tensor
 from .factors import in_full_precision
 from .stream import need_no_threads
 
-#: Operands that the host reads, wherever the others are.
+#: Operands that the host reads: they may be on the CPU, wherever the others are.
 ON_HOST = frozenset(("position", "drawn", "offsets", "offsets1", "offsets2"))
-#: Operands that a stream may stand for: a position, or a row of them.
+#: Operands for which a `NoiseStream` may be given: an op then takes its next position, or a row of them.
 STREAM_OPERANDS = ("position", "drawn")
 #: Tensors that hold data of their own: not fake, functional or distributed.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-#: Tensors of which every pair is compared.
-_FEW = 16
+#: The most tensors of which every pair is compared for shared memory.
+_MOST_COMPARED = 16
 _library = torch.library.Library("fastdp", "DEF")
 
 #: Every op by name; filled as the modules of this package are imported.
@@ -131,7 +131,7 @@ def check_written(operands: Sequence[Operand], passed: Operands) -> None:
             if not x.is_contiguous() and _overlaps_itself(x):
                 raise ValueError(f"elements of {name} may share memory: make it contiguous first")
             written.append((name, x))
-    if len(written) + len(read) > _FEW:
+    if len(written) + len(read) > _MOST_COMPARED:
         begins = [x.data_ptr() for _, x in written if x.numel()]
         if len({*begins}) < len(begins) or not {*begins}.isdisjoint([x.data_ptr() for _, x in read]):
             raise ValueError(f"{written[0][0]} and another operand share memory: give each tensor memory of its own")
@@ -186,7 +186,7 @@ class Op:
         self.reference = in_full_precision(reference)
         self.check = check
         self.implementations: dict[str, Callable[..., Any]] = {}
-        #: The family of kernels that serves it on GPUs, if one does.
+        #: The module of `fastdp.kernels` that serves it on GPUs, if one does.
         self.family: str | None = None
         self.__doc__ = reference.__doc__
         _library.define(schema)
@@ -205,7 +205,7 @@ class Op:
         OPS[self.name] = self
 
     def implement(self, device: str, function: Callable[..., Any]) -> None:
-        """Say what runs on a device type (``cpu``, ``cuda``), where the definition does otherwise.
+        """Run a function in the definition's place on a device type (``cpu``, ``cuda``).
 
         The function takes the schema's arguments, checked, and returns the result, or NotImplemented where the definition
         should run (float64 factors, say).
@@ -213,7 +213,7 @@ class Op:
         self.implementations[device] = function
 
     def in_family(self, family: str) -> None:
-        """Say that a function of the op's name runs on GPUs, in the kernels of a family: see `fastdp.ops`.
+        """Run the function of the op's name in the module ``fastdp.kernels.<family>`` on GPUs.
 
         The first call imports it; without Triton the definition runs.
         """
@@ -232,12 +232,12 @@ class Op:
         self.implement("cuda", first_call)
 
     def on_cpu(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Say, as a decorator, what runs on processors."""
+        """Decorate the function that runs on processors."""
         self.implement("cpu", function)
         return function
 
     def on(self, device: str, *args: Any) -> Any:
-        """What a call comes to on a device type, its arguments taken as they are."""
+        """Run the op as a device type does, without a check of its arguments."""
         need_no_threads()
         function = self.implementations.get(device)
         try:
@@ -255,7 +255,7 @@ class Op:
         return self.reference(*args) if result is NotImplemented else result
 
     def _run(self, *args: Any) -> Any:
-        """A call by torch's dispatcher."""
+        """Run the op for torch's dispatcher."""
         return self._perform(args, inspect(self.operands, args, recorded=False))
 
     def _perform(self, args: tuple[Any, ...], passed: Operands) -> Any:

@@ -163,7 +163,8 @@ class Graphs:
     def _replay(self, graph: Graph, call: Call, ticket: Ticket, junction: Junction) -> tuple[Any, Pass]:
         # Sums of the pass before lie where this one will write.
         self._passes.accumulator.copy_aliased()
-        _fill(graph, call, ticket)
+        copy_inputs(graph.call, call)
+        graph.layout.weights.copy_(ticket.weights, non_blocking=True)
         random = random_state(self._passes.device)
         graph.forward()
         context = CaptureContext(graph.layout)
@@ -282,8 +283,3 @@ def _has_no_own_hooks(module: torch.nn.Module) -> bool:
     return all(
         str(getattr(hook, "__module__", "")).startswith("transformers.") for hooks in every for hook in hooks.values()
     )
-
-
-def _fill(graph: Graph, call: Call, ticket: Ticket) -> None:
-    copy_inputs(graph.call, call)
-    graph.layout.weights.copy_(ticket.weights, non_blocking=True)

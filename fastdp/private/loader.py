@@ -325,8 +325,9 @@ class PrivateLoader:
         """The units in each of this process's microbatches of a logical batch, None for a row of padding."""
         if self._places is not None:
             return self._places.of(drawn, self._sampler.stream.permutation)
-        if self.lengths is not None:
-            drawn = sorted(drawn, key=self._longest, reverse=True)
+        if (lengths := self.lengths) is not None:
+            longest = {unit: max(lengths[index] for index in self.units.examples(unit)) for unit in drawn}
+            drawn = sorted(drawn, key=longest.__getitem__, reverse=True)
         shares = [self._cut(share) for share in self.ranks.shares(drawn)]
         own = shares[self.ranks.rank]
         pieces = [piece or [None] for piece in own] + [[None]] * (max(map(len, shares)) - len(own))
@@ -368,10 +369,6 @@ class PrivateLoader:
             pieces[-1].append(unit)
             filled += size
         return pieces
-
-    def _longest(self, unit: int) -> int:
-        assert self.lengths is not None
-        return max(self.lengths[index] for index in self.units.examples(unit))
 
 
 def _lengths(dataset: Any) -> Sequence[int] | None:

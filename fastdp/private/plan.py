@@ -1,4 +1,4 @@
-"""What is public about a private run: one frozen object from which its events, samplers, ledger and card come."""
+"""The plan of a private run, all of it public: one frozen object from which its events, samplers, ledger and card come."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class SideRelease:
 
     @property
     def event(self) -> accounting.EventModel:
+        """The event of so many of these releases."""
         return accounting.EventModel(accounting.poisson_gaussian(self.noise_multiplier, self.sample_rate))
 
 
@@ -68,7 +69,7 @@ class Plan:
         noise_multiplier: of a training step: given by the user instead of a budget, or settled from it.
         unit: what is protected, in words.
         side: the releases besides training steps.
-        factors: what the noise multiplier is multiplied with, by the step from which on.
+        factors: (step, factor of the noise multiplier from that step on), in order.
 
     Raises:
         ValueError: for a sampling or an adjacency that is unknown or does not go with the other, and for a batch larger
@@ -137,15 +138,15 @@ class Plan:
         )
 
     def event(self, kind: str = STEP) -> accounting.EventModel:
+        """The event of a kind of release: of training steps, or of one declared besides them."""
         return self.step(self.sigma) if kind == STEP else self.kind(kind).event
 
     def sampler(self, stream: NoiseStream, kind: str = STEP) -> Sampler:
         """What draws the units of a kind of release, as its event says."""
-        if kind != STEP:
-            return PoissonSampler(self.units, self.kind(kind).sample_rate, stream)
-        if self.sampling == "poisson":
-            return PoissonSampler(self.units, self.sample_rate, stream)
-        return ShuffledSampler(self.units, self.batch_size, stream)
+        if kind == STEP and self.sampling == "shuffled":
+            return ShuffledSampler(self.units, self.batch_size, stream)
+        rate = self.sample_rate if kind == STEP else self.kind(kind).sample_rate
+        return PoissonSampler(self.units, rate, stream)
 
     def multiplier(self, side: Sequence[SideRelease] = ()) -> float:
         """The noise multiplier of a training step that the budget allows after ``side`` is paid for.

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fastdp.calls.batches import accepted
+from fastdp.calls.randomness import DropoutDisabled
 from fastdp.engine.clip.accumulator import Accumulator
 from fastdp.engine.clip.policy import Policy
 from fastdp.engine.loss.boundary import require_loss
@@ -126,7 +128,7 @@ def prove_run(
     for what, example in extremes(base[-1][0], longest):
         unit = [example, *base[-1][1:]]
         trials.append(release.compare("add", what, [*base, unit], before))
-        trials.append(release.alone(what, unit))
+        trials.append(release.compare("alone", what, [unit], None))
     return Evidence(tuple(trials))
 
 
@@ -201,6 +203,7 @@ class _Releases:
         self.start, self.loss = start, loss
 
     def __call__(self, units: Sequence[Unit], *, dropout: bool = False) -> _Release:
+        """Release a data set at a fixed seed."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             private = self.start(units)
@@ -212,59 +215,47 @@ class _Releases:
     def _step(self, private: Any, dropout: bool) -> _Release:
         model = private.model
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        rates = [] if dropout else [m for m in model.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd)]
-        kept = [module.p for module in rates]
         seen = _Sums()
         private.observe(seen)
-        try:
-            for module in rates:
-                module.p = 0.0
+        with nullcontext() if dropout else DropoutDisabled():
             for batch in private.data_loader:
                 self.loss(model, batch).backward()
                 private.optimizer.step()
-        finally:
-            for module, rate in zip(rates, kept):
-                module.p = rate
         private.optimizer.zero_grad(set_to_none=True)
         rest = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         return _Release(seen.sums, rest, private.method.policy(trained, 1.0, private.outcome))
 
-    def compare(self, kind: str, what: str, units: Sequence[Unit], before: _Release, allowed: float = 1.0) -> Trial:
-        """Release a neighbouring data set and measure the distance from ``before``."""
+    def compare(
+        self, kind: str, what: str, units: Sequence[Unit], before: _Release | None, allowed: float = 1.0
+    ) -> Trial:
+        """Release a data set and measure its distance from ``before``, or from a release of nothing.
+
+        The size of one record's own share is measured with dropout, whose masks norms and sums must both see.
+        """
         try:
-            after = self(units)
+            after = self(units, dropout=before is None)
         except Exception as error:
-            return Trial(kind, what, None, _sentence(error))
-        return Trial(kind, what, *_distance(before, after, allowed))
-
-    def alone(self, what: str, unit: Unit) -> Trial:
-        """The size of one record's own share, with dropout as it is: norms and sums must see the same masks."""
-        try:
-            found = self([unit], dropout=True)
-        except Exception as error:
-            return Trial("alone", what, None, _sentence(error))
-        nothing = _Release({n: torch.zeros_like(t) for n, t in found.sums.items()}, found.rest, found.policy)
-        return Trial("alone", what, *_distance(nothing, found, 1.0))
+            return Trial(kind, what, said=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
+        if before is None:
+            before = replace(after, sums={name: torch.zeros_like(total) for name, total in after.sums.items()})
+        moved, where = _distance(before, after, allowed)
+        return Trial(kind, what, moved, where=where)
 
 
-def _distance(a: _Release, b: _Release, allowed: float) -> tuple[float, str, dict[str, float]]:
-    """Distance of two releases over the sensitivity, and how it is shared out."""
+def _distance(a: _Release, b: _Release, allowed: float) -> tuple[float, dict[str, float]]:
+    """Distance of two releases over the sensitivity, and each parameter's share in it."""
     leaked = [name for name in a.rest if not torch.equal(a.rest[name].nan_to_num(), b.rest[name].nan_to_num())]
     if leaked:
-        return math.inf, "", dict.fromkeys(leaked, 1 / len(leaked))
+        return math.inf, dict.fromkeys(leaked, 1 / len(leaked))
     squares = {}
     for name in a.sums.keys() | b.sums.keys():
         gap = a.sums.get(name, torch.zeros(())).double() - b.sums.get(name, torch.zeros(())).double()
         squares[name] = float((gap / a.policy.std_of(name, gap.device)).square().sum())
     total = sum(squares.values())
     if not math.isfinite(total):
-        return math.inf, "", {name: 1.0 for name, square in squares.items() if not math.isfinite(square)}
-    shares = sorted(((name, square / total if total else 0.0) for name, square in squares.items()), key=lambda s: -s[1])
-    return math.sqrt(total) * a.policy.noise_multiplier / allowed, "", dict(shares)
-
-
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        return math.inf, {name: 1.0 for name, square in squares.items() if not math.isfinite(square)}
+    shares = {name: squares[name] / (total or 1.0) for name in sorted(squares, key=squares.__getitem__, reverse=True)}
+    return math.sqrt(total) * a.policy.noise_multiplier / allowed, shares
 
 
 def extremes(record: Any, longest: int) -> Iterator[tuple[str, Any]]:
@@ -302,22 +293,27 @@ def extremes(record: Any, longest: int) -> Iterator[tuple[str, Any]]:
 
 
 def _changed(what: str, record: Any, change: Callable[[str, Any], Any]) -> Iterator[tuple[str, Any]]:
+    """The record with its parts changed, if any of them is."""
     touched: list[bool] = []
 
-    def visit(path: str, tree: Any) -> Any:
-        if isinstance(tree, Mapping):
-            return {key: visit(f"{path}.{key}", value) for key, value in tree.items()}
-        if isinstance(tree, tuple):
-            return tuple(visit(f"{path}.{i}", value) for i, value in enumerate(tree))
-        if isinstance(tree, list) and not all(isinstance(value, (int, float)) for value in tree):
-            return [visit(f"{path}.{i}", value) for i, value in enumerate(tree)]
-        found = change(path, tree)
-        touched.append(found is not tree)
+    def noted(path: str, part: Any) -> Any:
+        found = change(path, part)
+        touched.append(found is not part)
         return found
 
-    changed = visit("", record)
+    changed = _map_parts(noted, record)
     if any(touched):
         yield what, changed
+
+
+def _map_parts(function: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
+    """The same nesting of what a function makes of the path and value of each part; a list of numbers is one part."""
+    if isinstance(tree, Mapping):
+        return {key: _map_parts(function, value, f"{path}.{key}") for key, value in tree.items()}
+    if isinstance(tree, tuple) or (isinstance(tree, list) and not all(isinstance(v, (int, float)) for v in tree)):
+        found = [_map_parts(function, value, f"{path}.{i}") for i, value in enumerate(tree)]
+        return tuple(found) if isinstance(tree, tuple) else found
+    return function(path, tree)
 
 
 def _text(rewrite: Callable[[str], str], path: str, leaf: Any) -> Any:
@@ -343,16 +339,9 @@ def _cancelling(x: torch.Tensor) -> torch.Tensor:
 
 def _tokens(record: Any) -> int | None:
     """The length that a record's sequences of whole numbers share; None for a record without any."""
-    lengths: list[int] = []
-
-    def note(path: str, leaf: Any) -> Any:
-        length = _length(leaf)
-        if length is not None:
-            lengths.append(length)
-        return leaf
-
-    for _ in _changed("", record, note):
-        pass
+    parts: list[Any] = []
+    _map_parts(lambda path, part: parts.append(part), record)
+    lengths = [length for length in map(_length, parts) if length is not None]
     return max(set(lengths), key=lengths.count) if lengths else None
 
 

@@ -138,10 +138,7 @@ class Recorder:
         if not masked:
             # Clipped sums may be alike where losses are not.
             compared = [
-                {
-                    **trial.ordinary(trial.batches[0], own),
-                    "the loss": require_loss(trial.output).detach().cpu(),
-                }
+                {**trial.ordinary(trial.batches[0], own), "the loss": require_loss(trial.output).detach().cpu()}
                 for own in (full_call, trial.held)
             ]
             _require_alike(*compared, tolerance=_tolerance(self._passes.model, device))
@@ -200,8 +197,7 @@ class _Trial:
     def __init__(self, passes: Passes, call: Call, ticket: Ticket, shared: dict[str, torch.Tensor]):
         self._passes, self._ticket, self._shared, self.given = passes, ticket, shared, call
         self.held: Call = map_tensors(call, lambda t: t.detach().clone(memory_format=torch.contiguous_format))
-        self.layout = ticket.layout(passes.device)
-        self.layout.meetings = passes.trace.meetings if passes.trace is not None else {}
+        self.layout = passes.layout_of(ticket)
         self.random = random_state(passes.device)
         #: Whether passes draw random numbers.
         self.drawn = False

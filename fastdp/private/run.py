@@ -241,12 +241,8 @@ class Private:
         return self._stages.engine
 
     @property
-    def _checks(self) -> Checks:
-        return cast(Checks, self._stages.engine.checks)
-
-    @property
     def _state(self) -> StateCheck:
-        return self._checks.state
+        return cast(Checks, self._stages.engine.checks).state
 
     @property
     def outcome(self) -> Outcome:

@@ -95,7 +95,8 @@ class Stages:
 
         A release that an earlier process made and kept is not made again. A method that fails leaves the stage as it was.
         """
-        if self._resume and self._adopt_stored(preparation.step):
+        if self._resume and (stored := self.ranks.first(lambda: self._stored(preparation.step))) is not None:
+            self.adopt(*stored)
             return
         self._close_stage()
         self._train(self.parameters)
@@ -179,13 +180,8 @@ class Stages:
         frozen = {id(p) for p in stage if not p.requires_grad}
         self._frozen = self._frozen.difference(map(id, stage)) | frozen
 
-    def _adopt_stored(self, step: int) -> bool:
-        found = self.ranks.first(lambda: self._stored(step))
-        if found is not None:
-            self.adopt(*found)
-        return found is not None
-
     def _stored(self, step: int) -> tuple[Outcome, int, str] | None:
+        """The latest outcome that an earlier process kept up to a step, with its own step and its file."""
         assert self._folder is not None
         for earlier in range(step, self.prepared_step, -1):
             path = self._folder / _OUTCOME_FILE.format(step=earlier)

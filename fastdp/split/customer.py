@@ -47,8 +47,7 @@ class SplitCustomer:
     """Trains and uses a vendor's model on texts that do not leave: a context manager.
 
     Each text is privatized once, kept in ``folder``, and sent once. Training then exchanges example numbers, logits and
-    their gradients. After a kill of either side the same calls go on where it stopped, and give the same adapter as
-    without it.
+    their gradients. After a kill of either side, repeat the same calls: they go on where it stopped, to the same adapter.
 
     Args:
         address: host and port of the vendor.
@@ -74,6 +73,7 @@ class SplitCustomer:
         tokenizer: as given.
         served: what the vendor serves.
         store: the privatized rows, as they were sent or will be.
+        record: what the folder keeps of the run: its id, the settings that it must keep, and texts sent for prediction.
 
     Raises:
         ImportError: without gRPC or cryptography.
@@ -123,6 +123,7 @@ class SplitCustomer:
             self._lock = undo.enter_context(Lock.of_folder(self.folder))
             described = self._connection.call(Outgoing("describe"), replies(None)).fields
             self.served = ServiceDescription(**{key: described[key] for key in DESCRIPTION_FIELDS})
+            #: The forms that this vendor's replies must have, by operation.
             self._forms = replies(self.served)
             if batch_size > self.served.max_batch:
                 raise ValueError(f"batch_size is {batch_size}: this vendor takes {self.served.max_batch} at most")
@@ -310,6 +311,7 @@ class SplitCustomer:
         self.close()
 
     def _step(self, step: int, labels: Tensor) -> float:
+        """One step of training, in two calls: logits of a batch, then their gradients. Returns the loss."""
         indices = batch_of(step, len(labels), self.batch_size, self.seed)
         message = Outgoing.of("forward", {"step": step}, {"indices": indices})
         logits = self._call(message).tensors["logits"]
@@ -424,6 +426,7 @@ class SplitCustomer:
             raise ValueError("a TextPrivatizer or a PrivateBottom is needed: nothing is sent as it is")
 
     def _open(self) -> dict[str, Any]:
+        """Begin the run at the vendor, or go on with it. Returns how far it is: examples received, and steps taken."""
         settings = {
             **self._optimizer,
             "run": self.record["run"],

@@ -35,12 +35,7 @@ class Service:
     """
 
     def __init__(
-        self,
-        vendor: Any,
-        address: str,
-        certificates: Path | None,
-        insecure: bool,
-        allowed: frozenset[str] | None,
+        self, vendor: Any, address: str, certificates: Path | None, insecure: bool, allowed: frozenset[str] | None
     ):
         check_secured(certificates, insecure)
         host, port = host_and_port(address)

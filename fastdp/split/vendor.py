@@ -252,8 +252,7 @@ class SplitVendor:
         """Refuse examples that are not the next ones, or more than a customer may store."""
         if first < store.count:
             raise MessageRejected(
-                f"example {first} is here already, with other contents: each example is sent once",
-                "ALREADY_EXISTS",
+                f"example {first} is here already, with other contents: each example is sent once", "ALREADY_EXISTS"
             )
         if first > store.count:
             raise MessageRejected(f"example {store.count} comes next, not {first}", "ABORTED")

@@ -113,13 +113,10 @@ class Outgoing:
             raise ValueError(f"the header of {self.op} takes {len(header)} bytes: {MAX_HEADER} is the most")
         size = self.payload.stat().st_size if isinstance(self.payload, Path) else len(self.payload)
         head = PREAMBLE.pack(MAGIC, PROTOCOL_VERSION, len(header), size) + header
-        with self._open() as file:
+        with open(self.payload, "rb") if isinstance(self.payload, Path) else io.BytesIO(self.payload) as file:
             yield head + file.read(CHUNK_BYTES - len(head))
             while block := file.read(CHUNK_BYTES):
                 yield block
-
-    def _open(self) -> IO[bytes]:
-        return open(self.payload, "rb") if isinstance(self.payload, Path) else io.BytesIO(self.payload)
 
 
 def receive(chunks: Iterator[bytes], expect: Expect, max_payload: int, file: IO[bytes] | None = None) -> Message:

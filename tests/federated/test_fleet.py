@@ -259,7 +259,7 @@ def test_a_node_runs_no_app_but_its_own(federation, tmp_path):
 
 def test_a_slow_reply_gives_signs_and_a_slow_request_is_read(monkeypatch):
     """Flower's client gives up after 30 seconds of silence: an object on a slow line takes longer."""
-    monkeypatch.setattr(fleet, "SIGN_SECONDS", 0.05)
+    monkeypatch.setattr(fleet, "INTERIM_SECONDS", 0.05)
 
     async def answer(request):
         await signs.wait()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from fastdp.engine.uses.logits import Logits, Source
 from fastdp.engine.uses.rows import BatchAxis, BroadcastLayout, RowAxis, fold_between
 from fastdp.engine.uses.selections import GROUPED, call_site
 
-#: Which operations met which tensors: their name, the ids of the parameters on the one side, and the other's dimensions.
-Key = tuple[str, frozenset[int], int]
+#: A kind of meeting: the operation, the ids of the parameters that one side was computed from, and the other side's dimensions.
+MeetingKey = tuple[str, frozenset[int], int]
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Trace:
 
     ``paths`` are the places of the call's tensors in (args, kwargs), ``carriers`` of those that carry rows.
     ``carries_rows`` says for each (operation, parameter, dimensions of the input) where the input's rows lie, None for an
-    input without (DoRA calls one layer on activations and on an identity matrix), and ``meetings`` the same of a tensor
-    that meets what is computed from parameters, and of what comes of it.
+    input without (DoRA calls one layer on activations and on an identity matrix). An operation on an activation and on values
+    computed from parameters alone is a meeting: ``meetings`` says where the rows of the activation and of the results lie.
     ``selects`` says that some operation's result has a size that the data decide, wherever it ends up.
     ``unread`` lists trained parameters that the forward pass never reads: no gradient reaches them in ordinary
     training either.
@@ -61,7 +62,7 @@ class Trace:
     paths: frozenset[Path]
     carriers: frozenset[Path]
     carries_rows: dict[tuple[str, str, int], BatchAxis | None]
-    meetings: dict[Key, BroadcastLayout]
+    meetings: dict[MeetingKey, BroadcastLayout]
     unread: list[str]
     #: Whether every token that a loss function sees is known to belong to a row.
     mapped: bool = True
@@ -73,8 +74,8 @@ class Trace:
     #: How many rows the inputs of ``reads`` had, and elements of a row of what carried them.
     rows: int = 1
     sizes: dict[Path, int] = field(default_factory=dict)
-    #: What a pass on two rows saw, in order.
-    sight: tuple[Any, ...] = ()
+    #: What a pass on two rows saw, in order: two traces with one signature need not be compared further.
+    signature: tuple[Any, ...] = ()
     #: Whether the forward pass draws random numbers, dropout aside, and whether it computes in less than float32.
     draws: bool = False
     low: bool = False
@@ -115,7 +116,7 @@ class Trace:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """What is added meanwhile is forgotten if it fails."""
+        """Undo what is added within, if the block raises."""
         own: list[Any] = [self.carries_rows, self.meetings, self.uses, self.selections]
         before, lists = [known.copy() for known in own], (list(self.reads), list(self.unread))
         try:
@@ -155,8 +156,8 @@ class _TensorView:
 
 
 @dataclass(frozen=True)
-class _Encounter:
-    """A tensor beside values computed from parameters, and the operation's results."""
+class _Meeting:
+    """An operation on a tensor and on ``values`` computed from the parameters ``sources``, and its results."""
 
     operation: str
     sources: frozenset[int]
@@ -166,23 +167,27 @@ class _Encounter:
 
 
 class _Recorder(Follow):
+    """Records one forward pass on a few rows. What is data, weights, chosen and owned is followed by `Follow`.
+
+    ``stack`` holds the names of the modules whose forwards are running.
+    """
+
     def __init__(
         self,
         trained: Mapping[str, torch.nn.Parameter],
         inputs: Sequence[torch.Tensor],
-        stack: list[str],
         rows: int,
         vocabulary: int | None,
     ):
         super().__init__(inputs, trained.values(), rows)
         self.names = {id(p): name for name, p in trained.items()}
-        self.stack = stack
         self.reads: list[Read] = []
         #: The input of each read.
         self.inputs: list[_TensorView | None] = []
+        #: The input of the latest read, and how many different ones there were in a row.
         self._latest: Callable[[], torch.Tensor | None] = lambda: None
         self._sources = 0
-        self.encounters: list[_Encounter] = []
+        self.meetings: list[_Meeting] = []
         #: Logits left out, and the module that would have computed them; and the matrices whose logits were computed after all.
         self.left_out: list[tuple[Source, str] | None] = []
         self.computed: set[int] = set()
@@ -288,7 +293,7 @@ class _Recorder(Follow):
             self.row_axes.follow(func, args, kwargs, given, results)
         if sources:
             made = tuple(self.view(t) for t in results)
-            self.encounters += [_Encounter(meeting_name(func), sources, before, values, made) for before in befores]
+            self.meetings += [_Meeting(meeting_name(func), sources, before, values, made) for before in befores]
         return found
 
 
@@ -319,13 +324,14 @@ class Tracer:
         for size in range(min(3, len(candidates))):
             for constant in itertools.combinations(candidates, size):
                 carriers = frozenset(candidates) - set(constant)
-                given = forward, call, carriers, min(rows, *counts)
+                record = partial(self._record, forward, call, carriers, min(rows, *counts))
+                compare = partial(_compare, record, counts, carriers, self.trained)
                 try:
-                    found = self._compared(given, counts)
+                    found = compare()
                 except Exception as error:
                     failure = failure or error
                     continue
-                found = self._drawn(found, given, counts)
+                found = _with_other_seeds(found, compare)
                 found.paths = frozenset(path for path, _ in leaves(call))
                 found.rows = counts[0]
                 found.sizes = {path: t.numel() // t.shape[0] for path, t in leaves(call) if path in carriers}
@@ -334,62 +340,37 @@ class Tracer:
             raise Untraceable("no tensor of this call has a row for each example")
         raise failure
 
-    def _compared(self, given: tuple[Any, ...], counts: tuple[int, int], seed: int | None = None) -> Trace:
-        forward, call, carriers, few = given
-        two, three = (self._record(forward, call, carriers, few, count, seed) for count in counts)
-        return _compare(two, three, counts, carriers, self.trained)
-
-    def _drawn(self, found: Trace, given: tuple[Any, ...], counts: tuple[int, int]) -> Trace:
-        """A trace together with others at other seeds, where the model skips layers at random."""
-        for seed in range(_SEEDS if found.draws else 0):
-            if found.conflict != _DEPENDS and (found.conflict is not None or not found.unread):
-                break
-            latest = self._compared(given, counts, seed)
-            if latest.conflict == _DEPENDS:
-                continue
-            if found.conflict is not None or latest.conflict is not None:
-                found = latest
-                continue
-            try:
-                found.add(latest)
-            except UnsupportedUse as error:
-                found.conflict = str(error)
-        return found
-
     def require_same(self, first: Trace, forward: Callable[..., Any], call: Call, rows: int) -> None:
         """Raise `UnsupportedUse` unless the first call's trace says of this one, too, whose tokens are whose.
 
         A length that the rows divide does not: a model that branches on the shape of its batch may select or sort by content.
         A pass on two rows is looked at, and all that a trace looks at only where it is another.
         """
-        two = self._record(forward, call, first.carriers, min(rows, 2), 2)
+        two = self._record(forward, call, first.carriers, min(rows, 2), 2, None)
         # What was left out of this pass is given up again.
         _heads(two)
-        if _sight(two) == first.sight:
+        if _signature(two) == first.signature:
             return
         first.require_same(self.trace(forward, call, rows))
 
     def _record(
-        self, forward: Any, call: Call, carriers: frozenset[Path], among: int, count: int, seed: int | None = None
+        self, forward: Any, call: Call, carriers: frozenset[Path], among: int, count: int, seed: int | None
     ) -> _Recorder:
         """One pass without dropout on ``count`` rows: the first ``among`` of the call in their order, some of them twice."""
         call = take_rows(call, torch.arange(count) * among // count, carriers)
-        stack = [""]
-        handles = []
-        for name, module in self.model.named_modules():
-            if module is self.model or isinstance(module, torch.jit.ScriptModule):
-                continue
-
-            def enter(_module: Any, _args: Any, name: str = name) -> None:
-                stack.append(name)
-
-            def leave(_module: Any, _args: Any, _output: Any) -> None:
-                stack.pop()
-
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave, always_call=True))
         data = [t for path, t in leaves(call) if path in carriers]
-        recorder = _Recorder(self.trained, data, stack, count, self.vocabulary)
+        recorder, handles = _Recorder(self.trained, data, count, self.vocabulary), []
+
+        def enter(name: str, _module: Any, _args: Any) -> None:
+            recorder.stack.append(name)
+
+        def leave(_module: Any, _args: Any, _output: Any) -> None:
+            recorder.stack.pop()
+
+        for name, module in self.model.named_modules():
+            if module is not self.model and not isinstance(module, torch.jit.ScriptModule):
+                handles.append(module.register_forward_pre_hook(partial(enter, name)))
+                handles.append(module.register_forward_hook(leave, always_call=True))
         try:
             with preserve_rng(self.model), torch.no_grad(), nullcontext() if seed is None else seeded(seed, self.model):
                 before = rng_state(self.model)
@@ -404,9 +385,33 @@ class Tracer:
         return recorder
 
 
+def _with_other_seeds(found: Trace, compare: Callable[..., Trace]) -> Trace:
+    """A trace together with those at other seeds, where the model skips layers at random."""
+    for seed in range(_SEEDS if found.draws else 0):
+        if found.conflict != _DEPENDS and (found.conflict is not None or not found.unread):
+            break
+        latest = compare(seed=seed)
+        if latest.conflict == _DEPENDS:
+            continue
+        if found.conflict is not None or latest.conflict is not None:
+            found = latest
+            continue
+        try:
+            found.add(latest)
+        except UnsupportedUse as error:
+            found.conflict = str(error)
+    return found
+
+
 def _compare(
-    two: _Recorder, three: _Recorder, counts: tuple[int, int], carriers: frozenset[Path], trained: Mapping[str, Any]
+    record: Callable[[int, int | None], _Recorder],
+    counts: tuple[int, int],
+    carriers: frozenset[Path],
+    trained: Mapping[str, Any],
+    seed: int | None = None,
 ) -> Trace:
+    """What passes on ``counts`` rows say together: a dimension of another size in the second one holds rows."""
+    two, three = (record(count, seed) for count in counts)
     carries: dict[tuple[str, str, int], BatchAxis | None] = {}
     conflict, mapped = None, True
     uses: Counter[str] = Counter()
@@ -434,33 +439,42 @@ def _compare(
         conflict = _DEPENDS
     reads = [read for read in two.reads if read.parameter]
     seen = {read.parameter for read in reads}
-    unread = [name for name in trained if name not in seen]
-    selects = two.selects or three.selects
-    met = _layouts(two.encounters, three.encounters, counts)
-    found = Trace(reads, frozenset(), carriers, carries, met, unread, mapped, selects, conflict, uses)
-    found.heads = _heads(two, three)
-    found.sight = _sight(two) if counts[0] == 2 else ()
     folds = {p: (_fold_of(a, three.outputs.get(p, a), counts), len(a.shape)) for p, a in two.outputs.items()}
     placed = {path: own for path, own in folds.items() if isinstance(own[0], BatchAxis) and not own[0].chosen}
-    found.outputs = OutputRows(placed, frozenset([path for path, (fold, _) in folds.items() if fold is None]))
-    found.draws, found.low, found.selections = two.draws, two.low, two.selections | three.selections
-    return found
+    return Trace(
+        reads,
+        paths=frozenset(),
+        carriers=carriers,
+        carries_rows=carries,
+        meetings=_layouts(two.meetings, three.meetings, counts),
+        unread=[name for name in trained if name not in seen],
+        mapped=mapped,
+        selects=two.selects or three.selects,
+        conflict=conflict,
+        uses=uses,
+        heads=_heads(two, three),
+        signature=_signature(two) if counts[0] == 2 else (),
+        draws=two.draws,
+        low=two.low,
+        selections=two.selections | three.selections,
+        outputs=OutputRows(placed, frozenset([path for path, (fold, _) in folds.items() if fold is None])),
+    )
 
 
 def _heads(*recorders: _Recorder) -> dict[str, torch.nn.Parameter]:
     """The modules whose logits one cross-entropy took and nothing else read, and their weights."""
     left_out = [entry for recorder in recorders for entry in recorder.left_out if entry is not None]
-    odd = {id(source.weight) for source, _ in left_out if source.taken != 1 or source.versions != source.written()}
-    odd = odd.union(*(recorder.computed for recorder in recorders))
+    read = {id(source.weight) for source, _ in left_out if source.taken != 1 or source.versions != source.written()}
+    read = read.union(*(recorder.computed for recorder in recorders))
     found = {}
     for source, module in left_out:
-        if id(source.weight) not in odd and isinstance(source.weight, torch.nn.Parameter):
+        if id(source.weight) not in read and isinstance(source.weight, torch.nn.Parameter):
             found[module] = source.weight
         source.close()
     return found
 
 
-def _sight(two: _Recorder) -> tuple[Any, ...]:
+def _signature(two: _Recorder) -> tuple[Any, ...]:
     """Which operations read what, where the rows of their inputs lay, and whether the data chose something."""
     places = (x and (x.owned or (x.row_axis and (x.row_axis.axis, x.row_axis.fold(2)))) for x in two.inputs)
     reads = ((r.parameter, r.operation, len(r.input_shape), r.chosen, place) for r, place in zip(two.reads, places))
@@ -478,11 +492,12 @@ def _fold_of(two: _TensorView, three: _TensorView, counts: tuple[int, int]) -> B
 
 
 def _layouts(
-    two: Sequence[_Encounter], three: Sequence[_Encounter], counts: tuple[int, int]
-) -> dict[Key, BroadcastLayout]:
-    """What each kind of meeting is: problems are raised where such a meeting happens, if it does."""
-    found: dict[Key, BroadcastLayout] = {}
-    constants: dict[Key, list[tuple[int, ...]]] = {}
+    two: Sequence[_Meeting], three: Sequence[_Meeting], counts: tuple[int, int]
+) -> dict[MeetingKey, BroadcastLayout]:
+    """The layout of each kind of meeting. One with a problem is refused where such a meeting is captured, if it is."""
+    found: dict[MeetingKey, BroadcastLayout] = {}
+    #: Shapes of what is beside parameters and has no rows.
+    constants: dict[MeetingKey, list[tuple[int, ...]]] = {}
     for a, b in zip(two, three):
         key, fold = (a.operation, a.sources, len(a.other.shape)), _fold_of(a.other, b.other, counts)
         if a.other.chosen or isinstance(fold, str):
@@ -512,7 +527,7 @@ def _folds(
 
 
 def _common_layout(a: BroadcastLayout, b: BroadcastLayout, operation: str) -> BroadcastLayout:
-    """Two meetings of one kind; of what only one of them has, nothing is known."""
+    """The layout of two meetings of one kind; what they do not share counts as unknown."""
     fold = None if a.fold is None or b.fold is None else a.fold.with_(b.fold)
     if fold is None or a.copies != b.copies:
         return BroadcastLayout(

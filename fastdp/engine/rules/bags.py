@@ -40,9 +40,8 @@ def _embedding_bag(
     if not reads.serve(weight):
         return NotImplemented
     reads.refuse_coupled_table(weight, max_norm, scale_grad_by_freq)
-    reads.require_rows(
-        "embedding_bag", (weight,), _bags(input, weight, offsets, include_last_offset=include_last_offset), context
-    )
+    bags = _bags(input, weight, offsets, include_last_offset=include_last_offset)
+    reads.require_rows("embedding_bag", (weight,), bags, context)
     inside = torch.ones_like(input, dtype=torch.bool)
     if offsets is not None:
         flat = input

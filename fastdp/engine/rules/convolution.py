@@ -157,15 +157,12 @@ def _transposed(
         return NotImplemented
     count = weight.dim() - 2
     stride, padding, dilation, beside = (_numbers(v, count) for v in (stride, padding, dilation, output_padding))
-    return _convolved(
-        reads, context, operation, input, weight, bias, Convolution(stride, padding, dilation, True, beside, groups)
-    )
+    settings = Convolution(stride, padding, dilation, True, beside, groups)
+    return _convolved(reads, context, operation, input, weight, bias, settings)
 
 
-_RULES: dict[Callable[..., Any], tuple[Any, ...]] = {
-    _forwards: (F.conv1d, F.conv2d, F.conv3d),
-    _transposed: (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-}
+_TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    function: functools.partial(rule, function.__name__) for rule, own in _RULES.items() for function in own
+    **{function: functools.partial(_forwards, function.__name__) for function in (F.conv1d, F.conv2d, F.conv3d)},
+    **{function: functools.partial(_transposed, function.__name__) for function in _TRANSPOSED},
 }

@@ -50,26 +50,14 @@ class GroupedUse(torch.autograd.Function):
 
 
 def _grouped(
-    func: Callable[..., torch.Tensor],
-    reads: Reads,
-    context: CaptureContext,
-    input: Any,
-    mat2: Any,
-    offs: Any = None,
-    **options: Any,
+    func: Any, reads: Reads, context: CaptureContext, input: Any, mat2: Any, offs: Any = None, **options: Any
 ) -> Any:
     """The use of a stack that is a parameter, or is made of some by what keeps its factors: no others are followed."""
     stack = PerExampleParameter.of(mat2, context) if reads.is_trained(mat2) else mat2
     shared = stack.shared if isinstance(stack, PerExampleParameter) else None
-    if (
-        shared is None
-        or shared.stacks is None
-        or isinstance(input, PerExampleParameter)
-        or input.dim() != 2
-        or offs is None
-    ):
+    if shared is None or shared.stacks is None or isinstance(input, PerExampleParameter):
         return NotImplemented
-    if any(value is not None for value in options.values()):
+    if input.dim() != 2 or offs is None or any(value is not None for value in options.values()):
         return NotImplemented
     whose = context.selection(input)
     context.shapes.add(("grouped_mm", (0, input.shape[1])))

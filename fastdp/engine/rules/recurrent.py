@@ -24,8 +24,8 @@ from fastdp.ops.cells import RECURRENT_CELLS, CellRun, State, shifted
 class RecurrentUse(torch.autograd.Function):
     """One direction of one layer: x ``[steps, rows, n]`` and first states ``[rows, m]`` to states ``[steps, rows, m]``.
 
-    ``w_ih`` to ``b_hh`` are those of `torch.nn.LSTMCell`. Returns the states of all steps and the last state, of which the
-    LSTM has two parts.
+    The tensors are ``w_ih``, ``w_hh``, ``b_ih``, ``b_hh`` as of `torch.nn.LSTMCell`, then the first states. Returns the
+    states of all steps and the last state, of which the LSTM has two parts.
     """
 
     @staticmethod
@@ -36,17 +36,13 @@ class RecurrentUse(torch.autograd.Function):
         backwards: bool,
         context: CaptureContext,
         trained: tuple[bool, ...],
-        w_ih: torch.Tensor,
-        w_hh: torch.Tensor,
-        b_ih: torch.Tensor | None,
-        b_hh: torch.Tensor | None,
-        *first: torch.Tensor,
+        *tensors: Any,
     ) -> Any:
-        cell = RECURRENT_CELLS[kind]
+        cell, parameters, first = RECURRENT_CELLS[kind], tensors[:4], tensors[4:]
         ctx.context, ctx.kind, ctx.backwards = context, kind, backwards
         ctx.x_dtype, ctx.first_dtypes = x.dtype, [state.dtype for state in first]
-        ctx.parameters = [p if chosen else None for p, chosen in zip((w_ih, w_hh, b_ih, b_hh), trained)]
-        x, w_ih, w_hh, b_ih, b_hh = (as_autocast(t) for t in (x, w_ih, w_hh, b_ih, b_hh))
+        ctx.parameters = [p if chosen else None for p, chosen in zip(parameters, trained)]
+        x, w_ih, w_hh, b_ih, b_hh = (as_autocast(t) for t in (x, *parameters))
         first = tuple(as_autocast(f) for f in first)
         with torch.autocast(x.device.type, enabled=False):
             gates = F.linear(x, w_ih, b_ih if b_hh is None or not cell.one_bias else b_ih + b_hh)

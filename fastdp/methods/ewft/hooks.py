@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,7 +112,8 @@ class LayerReleases(Releases, ABC):
             module.register_forward_hook(self._perturb),
         ]
         if self._place.lengths == "hidden":
-            self._hooks += [block.register_forward_pre_hook(self._hide_lengths, with_kwargs=True) for block in later]
+            hide = partial(hide_padding, causal=self.blocks.causal)
+            self._hooks += [block.register_forward_pre_hook(hide, with_kwargs=True) for block in later]
 
     @property
     def attached(self) -> bool:
@@ -222,9 +224,6 @@ class LayerReleases(Releases, ABC):
                 "position_ids other than 0 to sequence_length - 1 tell the length: leave position_ids out of "
                 "the batch, or pass lengths='public'."
             )
-
-    def _hide_lengths(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return hide_padding(module, args, kwargs, self.blocks.causal)
 
     def _perturb(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output

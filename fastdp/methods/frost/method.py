@@ -157,7 +157,7 @@ class DPFrost(Options):
         return {"iteration": torch.from_numpy(selected.iteration), "observed": torch.from_numpy(selected.observed)}
 
     def _select(
-        self, partitions: Sequence[Partition], moment: RunState, release: Callable[[int, Sequence[Partition]], Released]
+        self, partitions: Sequence[Partition], state: RunState, release: Callable[[int, Sequence[Partition]], Released]
     ) -> PartitionChoice:
         """PSEL over releases of magnitudes in units of their sensitivity (lines 3 to 8)."""
 
@@ -172,7 +172,7 @@ class DPFrost(Options):
             steps=self.selection_steps,
             unfreezing_ratio=self.unfreezing_ratio,
             gap_coefficient=self.gap_coefficient,
-            noise_multiplier=moment.plan.kind(_KIND).noise_multiplier,
+            noise_multiplier=state.plan.kind(_KIND).noise_multiplier,
             selection_rate=self.selection_rate,
         )
 

@@ -16,8 +16,10 @@ from fastdp.distributed.shards import UnshardedParameters
 from fastdp.methods.rapft.initialisation import Initialisation, one_hot
 from fastdp.methods.rapft.rules import Propagation, RelevanceMode, activations_as_functions, stabilised, track_relevance
 
+#: The label of positions that no loss counts.
 _IGNORED = -100
 
+#: Relevance of each entry of the trained parameters, by name.
 Map = dict[str, torch.Tensor]
 
 
@@ -38,7 +40,7 @@ class Propagator:
     ):
         self.model = model
         self.weights = weights or UnshardedParameters()
-        #: As modules read them in a pass.
+        #: As modules read them in a pass: whole, where the run keeps them in pieces.
         self.parameters = self.weights.read(parameters)
         self._forward = self.weights.running(model)
         self.propagation = propagation or Propagation()
@@ -80,7 +82,7 @@ class Propagator:
             return self._propagated(logits, relevance.to(logits.dtype) / stabilised(logits.detach(), epsilon))
 
     def _propagated(self, logits: torch.Tensor, messages: torch.Tensor) -> Map:
-        """Each parameter's value times the sum of its messages over all its uses."""
+        """Each parameter's value times what a backward pass from ``messages`` brings it, under the rules of propagation."""
         found: Map = {}
 
         def keep(name: str, parameter: torch.nn.Parameter, message: torch.Tensor) -> None:
@@ -107,12 +109,12 @@ class Propagator:
         return required or bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
 
     def _counted(self, logits: torch.Tensor, labels: Any, mask: Any) -> torch.Tensor:
-        """Which positions ``[B, T]`` are explained: those that predict a labelled token, or else a token at all."""
-        # Soft prompts put positions of their own in front.
-        given = labels if labels is not None else mask
+        """Which positions ``[B, T]`` are explained: those that predict a labelled token or, without labels, any but padding."""
+        given, ignored = (labels, _IGNORED) if labels is not None else (mask, 0)
         counted = torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
         if given is not None:
-            kept = given != _IGNORED if labels is not None else given != 0
+            kept = given != ignored
+            # Soft prompts put positions of their own in front.
             counted[:, : -kept.shape[1]] = False
             counted[:, -kept.shape[1] :] = kept
         if self._shifts():
@@ -122,6 +124,7 @@ class Propagator:
     def _shifts(self) -> bool:
         """Whether position t predicts token t + 1, as in every causal model."""
         config = getattr(self.model, "config", None)
+        # Transformers' name of the model's loss, such as ForMaskedLM or ForConditionalGeneration.
         kind = getattr(self.model, "loss_type", None) or ""
         return not (getattr(config, "is_encoder_decoder", False) or "Masked" in kind or "Conditional" in kind)
 

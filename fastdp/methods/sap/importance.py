@@ -33,6 +33,7 @@ def utility_importance(counts: Tensor) -> Tensor:
     if len(empty):
         raise ValueError(f"class {int(empty[0])} has no tokens: its shares are not defined; leave the class out")
     counts = counts + 1.0
+    # In logarithms: a token's share of each class, less the mean over the other classes.
     share = (counts / counts.sum(1, keepdim=True)).log()
     others = counts.shape[0] - 1
     return share - (share.sum(0, keepdim=True) - share) / others
@@ -66,7 +67,7 @@ def check_eta(eta: float) -> float:
 def count_tokens(texts: Sequence[Sequence[int]], labels: Sequence[int], classes: int, vocabulary: int) -> Tensor:
     """Occurrences of each token id in the texts of each class, float64 [classes, vocabulary]."""
     counts = torch.zeros(classes, vocabulary, dtype=torch.float64)
-    for ids, label in _pairs(texts, labels, classes, vocabulary):
+    for ids, label in _labelled_ids(texts, labels, classes, vocabulary):
         counts[label] += torch.bincount(ids, minlength=vocabulary)
     return counts
 
@@ -92,7 +93,7 @@ def noised_counts(
     counts = torch.zeros(classes, vocabulary, dtype=torch.float64)
     # On a grid, so that no text's count moves where another's is rounded; towards 0, so that none passes its bound.
     spacing = exact_spacing(len(texts), max_norm)
-    for ids, label in _pairs(texts, labels, classes, vocabulary):
+    for ids, label in _labelled_ids(texts, labels, classes, vocabulary):
         tokens, times = ids.unique(return_counts=True)
         times = times.double()
         clipped = times * min(1.0, max_norm / max(float(times.norm()), 1e-12))
@@ -101,9 +102,10 @@ def noised_counts(
     return noisy.double().clamp_min(0), accounting.gaussian(noise_multiplier)
 
 
-def _pairs(
+def _labelled_ids(
     texts: Sequence[Sequence[int]], labels: Sequence[int], classes: int, vocabulary: int
 ) -> list[tuple[Tensor, int]]:
+    """Each text's ids with its class. Raises ValueError for a class or an id out of range."""
     if len(texts) != len(labels):
         raise ValueError(f"{len(texts)} texts but {len(labels)} labels")
     pairs = []

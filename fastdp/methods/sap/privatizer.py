@@ -447,6 +447,9 @@ class TextPrivatizer(Releases):
         """The card of a text that was privatized ``releases`` times. Raises ValueError for less than 1."""
         cti = self.cti
         counts = None if cti is None else cti.claim()
+        kept: list[Any] = self.kept.nonzero().flatten().tolist()
+        if self.tokenizer is not None:
+            kept = list(map(str, self.tokenizer.convert_ids_to_tokens(kept)))
         return Card.of(
             replace(self.claim(), releases=releases),
             mechanism={"name": self.mechanism, "cti": None if cti is None else cti.describe()},
@@ -464,18 +467,12 @@ class TextPrivatizer(Releases):
                 **({"eta": self.eta} if self._quotient is None else {"epsilon_of_a_token": self.epsilon_of_a_token}),
                 "nats_per_distance": self._nats if self._nats is not None and math.isfinite(self._nats) else None,
                 "displacement": asdict(self.displacement()),
-                "policy": {
-                    "unknown": self.unknown,
-                    "kept": [self._name(token) for token in self.kept.nonzero().flatten().tolist()],
-                },
+                "policy": {"unknown": self.unknown, "kept": kept},
                 "vocabulary": len(self._rows),
                 "tokens_released": self.tokens_released,
                 "tokens_kept": self.tokens_kept,
             },
         )
-
-    def _name(self, token: int) -> str | int:
-        return token if self.tokenizer is None else str(self.tokenizer.convert_ids_to_tokens(token))
 
     def claim(self) -> Pure:
         """Of one token: the quotient's epsilon; otherwise, for each unit of distance, eta or what it was found to cost."""

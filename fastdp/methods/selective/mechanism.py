@@ -36,17 +36,19 @@ _STEPS = 16
 _STRENGTHS: dict[tuple[str, float], float] = {}
 
 
-def paper_probabilities(token: int, table: Tensor, epsilon: float, radius: float, alpha: float = 1.0) -> Tensor:
+def paper_probabilities(
+    token: int, table: Tensor, epsilon: float, radius: float, alpha: float = 1.0, candidates: Tensor | None = None
+) -> Tensor:
     """The law that the paper prints for one private token: float64 [V], zero outside its radius (equations 2 to 5).
 
-    The table holds rows [V, d], or [V] numbers; the radius is d of equation 2.
+    The table holds rows [V, d], or [V] numbers; the radius is d of equation 2; ``candidates`` [V] may be drawn, None for all.
     """
     positive(epsilon=epsilon, radius=radius, alpha=alpha)
     rows = table.double() if table.dim() > 1 else table.double().unsqueeze(1)
     if not 0 <= token < len(rows):
         raise IndexError(f"token {token} is outside a table of {len(rows)} rows")
     epsilons = torch.tensor([epsilon], dtype=torch.float64)
-    return _paper_laws(torch.tensor([token]), rows, epsilons, radius, alpha, None)[0]
+    return _paper_laws(torch.tensor([token]), rows, epsilons, radius, alpha, candidates)[0]
 
 
 def _paper_laws(
@@ -120,10 +122,8 @@ class TokenMechanism:
 
     @cached_property
     def _name(self) -> str:
-        parts = (
-            {"table": self.table} if self.candidates is None else {"table": self.table, "candidates": self.candidates}
-        )
-        return f"{self.radius} {named_digest(parts)}"
+        named = {"table": self.table, "candidates": self.candidates}
+        return f"{self.radius} {named_digest({name: own for name, own in named.items() if own is not None})}"
 
     @cached_property
     def _prior(self) -> Tensor | None:
@@ -134,10 +134,7 @@ class TokenMechanism:
     def log_probabilities(self, token: int, epsilon: float) -> Tensor:
         """Exact law of one private token: log probabilities, float64 [V], -inf for what cannot be drawn."""
         if self.form == "paper":
-            epsilons = torch.tensor([epsilon], dtype=torch.float64)
-            rows = self.table.double()
-            law = _paper_laws(torch.tensor([token]), rows, epsilons, self.radius, self.alpha, self.candidates)[0]
-            return law.log()
+            return paper_probabilities(token, self.table, epsilon, self.radius, self.alpha, self.candidates).log()
         law = choice_log_probabilities(
             token, self.table, epsilon / (2 * self.radius), self.radius, log_prior=self._prior
         )

@@ -94,13 +94,8 @@ class PrivateVotes:
         self._stream = NoiseStream() if unsafe_seed is None else NoiseStream.unsafe_reproducible(unsafe_seed)
         self._records = torch.cat([self._embedded([text]) for text in texts])
         self._record_labels = torch.tensor([self.labels.index(label) for label in labels or [""] * len(texts)])
-        header = {
-            "mechanism": "private votes",
-            "dataset_size": len(texts),
-            "unit": "example",
-            "adjacency": "add_remove",
-            "labels": self.labels,
-        }
+        header = {"mechanism": "private votes", "labels": self.labels, "dataset_size": len(texts)}
+        header |= {"unit": "example", "adjacency": "add_remove"}
         self.ledger = accounting.Ledger.open_or_create(
             None if output_dir is None else Path(output_dir) / "ledger.jsonl",
             header,
