@@ -371,9 +371,11 @@ def wrong_rows(call: Call, rows: int) -> str:
             "" if lacking else " Make the collator with return_seq_idx=True."
         )
     sizes = sorted({t.shape[0] for t in tensors(call) if t.dim()})
+    way = "pass each batch once, and concatenate inside a wrapper module's forward()"
+    if sizes and sizes[-1] < rows:
+        way = "pass each batch whole, and max_physical_batch_size to split it"
     return (
-        f"the loader handed out {rows} rows but the model was called with {', '.join(map(str, sizes)) or 'none'}: pass each "
-        "batch whole; set max_physical_batch_size for smaller ones, concatenate inside forward()"
+        f"the loader handed out {rows} rows but the model was called with {', '.join(map(str, sizes)) or 'none'}: {way}"
     )
 
 

@@ -458,6 +458,21 @@ def accumulated_by_hand() -> Case:
     return looped(loop)
 
 
+@program("refused: max_physical_batch_size", "the loader splits batches, and clips each row once")
+def split_by_hand() -> Case:
+    """Each batch in two halves, to save memory."""
+
+    def loop(run: Run) -> None:
+        model, optimizer, loader = run.start()
+        for batch in loader:
+            for x, y in zip(*(part.chunk(2) for part in batch)):
+                (crossentropy(model, (x, y)) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return Case(mlp(40), numbers(40), None, loop=loop)
+
+
 @program("uses or refused: forward", "the loop calls parts of the model instead of the model")
 def head_called_by_the_loop() -> Case:
     def loss(model: Any, batch: Any) -> torch.Tensor:
