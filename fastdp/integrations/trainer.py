@@ -187,9 +187,9 @@ class PrivateTraining(_TrainerBase):
             )
         instance(PrivacyArguments, "fastdp.PrivacyArguments(target_epsilon=..., target_delta=...)", privacy=privacy)
         self._check_arguments(arguments, kwargs)
+        if kwargs.get("compute_loss_func") is not None:
+            kwargs["compute_loss_func"] = partial(_with_count, kwargs["compute_loss_func"])
         super().__init__(*args, **kwargs)
-        if self.compute_loss_func is not None:
-            self.compute_loss_func = partial(_with_count, self.compute_loss_func)
         self.privacy = privacy
         self.private: Private | None = None
         # Clipping is per example. Trainer's own would clip the noisy sum a second time.
