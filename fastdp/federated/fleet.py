@@ -14,6 +14,7 @@ import logging
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -288,7 +289,9 @@ async def serve_requests(
         if request is None:
             return None
         if isinstance(request, Reply):
-            await _write_reply(connection, writer, request, [("connection", "close")])
+            # A peer that is gone before it has the refusal is refused all the same, which the caller logs.
+            with suppress(OSError, asyncio.TimeoutError):
+                await _write_reply(connection, writer, request, [("connection", "close")])
             return request
         task = asyncio.ensure_future(answer(request))
         try:

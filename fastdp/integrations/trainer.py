@@ -552,14 +552,16 @@ class PrivateTraining(_TrainerBase):
 
 
 class DPSeq2SeqTrainer(PrivateTraining, Seq2SeqTrainer):
-    """A Seq2SeqTrainer of transformers that trains privately, for ``predict_with_generate``.
+    """A Seq2SeqTrainer of transformers that trains privately, for ``predict_with_generate``; see `PrivateTraining`.
 
-    ``privacy`` takes `PrivacyArguments`, everything else is as for that trainer; see `PrivateTraining`.
+    Args:
+        privacy: `PrivacyArguments`; everything else is as for that trainer. Raises ValueError as `PrivateTraining` does.
     """
 
 
 class DPTrainer(PrivateTraining, Trainer):
-    """A Trainer of transformers that trains privately.
+    """A Trainer of transformers that trains privately; see `PrivateTraining`.
 
-    ``privacy`` takes `PrivacyArguments`, everything else is as for that trainer; see `PrivateTraining`.
+    Args:
+        privacy: `PrivacyArguments`; everything else is as for that trainer. Raises ValueError as `PrivateTraining` does.
     """

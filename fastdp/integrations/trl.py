@@ -108,10 +108,13 @@ def _data_errors(field: str | None, kwargs: Mapping[str, Any]) -> Iterator[None]
 
 
 class DPSFTTrainer(PrivateTraining, SFTTrainer):
-    """`trl.SFTTrainer` that trains privately; ``privacy`` takes `PrivacyArguments`, see `PrivateTraining`.
+    """`trl.SFTTrainer` that trains privately; see `PrivateTraining`.
 
     An example's loss is the mean over its own tokens. With ``packing=True`` examples are drawn at random, as privacy asks, and
     packed afterwards, those of a micro-batch into rows of ``max_length``; each is clipped on its own.
+
+    Args:
+        privacy: `PrivacyArguments`; everything else is as for that trainer. Raises ValueError as `PrivateTraining` does.
     """
 
     refused: ClassVar[dict[str, tuple[Any, str]]] = {
@@ -221,10 +224,13 @@ class PairLoss(torch.nn.Module):
 
 
 class DPDPOTrainer(PrivateTraining, DPOTrainer):
-    """`trl.DPOTrainer` that trains privately; ``privacy`` takes `PrivacyArguments`, see `PrivateTraining`.
+    """`trl.DPOTrainer` that trains privately; see `PrivateTraining`.
 
     The unit is a pair, its prompt with it. Log-probabilities of the reference are computed beforehand, whatever
     ``precompute_ref_log_probs`` says, and for each pair alone: in a batch their rounding would depend on other pairs' lengths.
+
+    Args:
+        privacy: `PrivacyArguments`; everything else is as for that trainer. Raises ValueError as `PrivateTraining` does.
     """
 
     refused: ClassVar[dict[str, tuple[Any, str]]] = {
