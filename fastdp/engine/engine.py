@@ -97,7 +97,7 @@ class Engine(Passes):
         self._forwards = 0
         self._junction: Callable[[], Junction | None] = lambda: None
         self.twice = lambda: self._forwards > 1
-        # In a loop's own backward pass they are found where gradients are expected from here on.
+        # In a loop's own backward pass they are found as pending gradients are placed.
         self.may_stray = lambda: not self.blocked or self.trying or self.weights.cut or self.pending.place()
         #: Whether the loop takes each batch before the backward pass of the one before; its last one has none behind it.
         self.takes_ahead = False
@@ -130,8 +130,7 @@ class Engine(Passes):
         if dist.is_available() and dist.is_initialized():
             self.ranks.enter()
         if not self.weights.cut and (
-            hasattr(type(self.model), "reshard")
-            or (self.route is None and any(map(is_dtensor, self.model.parameters())))
+            hasattr(self.model, "reshard") or (self.route is None and any(map(is_dtensor, self.model.parameters())))
         ):
             raise RuntimeError(
                 "fully_shard was called after make_private, and nothing would clip what it gathers: call it first, then build "

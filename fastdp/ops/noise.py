@@ -206,7 +206,10 @@ def _add_noise_group_on_cpu(
     xs: Sequence[torch.Tensor], stds: Sequence[float], drawn: torch.Tensor, secure_rounding: bool, firsts: Sequence[int]
 ) -> None:
     dense = [x.contiguous() for x in xs]
-    every = [(x.data_ptr(), NOISE_DTYPES[x.dtype], first, x.numel(), std) for x, std, first in zip(dense, stds, firsts)]
+    # Without noise nothing is rounded either.
+    sizes = [x.numel() if std else 0 for x, std in zip(dense, stds)]
+    numbers = zip(firsts, sizes, stds)
+    every = [(x.data_ptr(), NOISE_DTYPES[x.dtype], *own) for x, own in zip(dense, numbers)]
     _native.add_noise_group(every, drawn.contiguous(), secure_rounding, native_threads())
     for x, made in zip(xs, dense):
         if made is not x:
