@@ -207,9 +207,10 @@ def _add_noise_group_on_cpu(
 ) -> None:
     dense = [x.contiguous() for x in xs]
     # Without noise nothing is rounded either.
-    sizes = [x.numel() if std else 0 for x, std in zip(dense, stds)]
-    numbers = zip(firsts, sizes, stds)
-    every = [(x.data_ptr(), NOISE_DTYPES[x.dtype], *own) for x, own in zip(dense, numbers)]
+    every = [
+        (x.data_ptr(), NOISE_DTYPES[x.dtype], first, x.numel() if std else 0, std)
+        for x, std, first in zip(dense, stds, firsts)
+    ]
     _native.add_noise_group(every, drawn.contiguous(), secure_rounding, native_threads())
     for x, made in zip(xs, dense):
         if made is not x:
