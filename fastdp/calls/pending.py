@@ -85,15 +85,15 @@ class PendingGradients:
     def place(self) -> bool:
         """Let every parameter without a gradient have a pending one; parameters in pieces have none.
 
-        Returns whether a parameter has another gradient.
+        Returns whether a parameter has another gradient; then none is pending.
         """
         self.placed = True
         try:
-            return self._place()
+            return self._place() and self.clear()
         except RuntimeError:
             # A parameter was resized, cast or moved.
             self._gradients, self.changed = list(map(self._zeros, self._parameters)), True
-            return self._place()
+            return self._place() and self.clear()
 
     def _place(self) -> bool:
         others = False

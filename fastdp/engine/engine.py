@@ -113,7 +113,7 @@ class Engine(Passes):
         return self._forwards > 1
 
     def may_stray(self) -> bool:
-        # In a loop's own backward pass they are found where gradients are expected from here on.
+        # In a loop's own backward pass they are found as pending gradients are placed.
         return not self.blocked or self.trying or self.weights.cut or self.pending.place()
 
     def probes_come(self) -> bool:
@@ -138,8 +138,7 @@ class Engine(Passes):
         if dist.is_available() and dist.is_initialized():
             self.ranks.enter()
         if not self.weights.cut and (
-            hasattr(type(self.model), "reshard")
-            or (self.route is None and any(map(is_dtensor, self.model.parameters())))
+            hasattr(self.model, "reshard") or (self.route is None and any(map(is_dtensor, self.model.parameters())))
         ):
             raise RuntimeError(
                 "fully_shard was called after make_private, and nothing would clip what it gathers: call it first, then build "

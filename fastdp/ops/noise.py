@@ -206,7 +206,11 @@ def _add_noise_group_on_cpu(
     xs: Sequence[torch.Tensor], stds: Sequence[float], drawn: torch.Tensor, secure_rounding: bool, firsts: Sequence[int]
 ) -> None:
     dense = [x.contiguous() for x in xs]
-    every = [(x.data_ptr(), NOISE_DTYPES[x.dtype], first, x.numel(), std) for x, std, first in zip(dense, stds, firsts)]
+    # Without noise nothing is rounded either.
+    every = [
+        (x.data_ptr(), NOISE_DTYPES[x.dtype], first, x.numel() if std else 0, std)
+        for x, std, first in zip(dense, stds, firsts)
+    ]
     _native.add_noise_group(every, drawn.contiguous(), secure_rounding, native_threads())
     for x, made in zip(xs, dense):
         if made is not x:

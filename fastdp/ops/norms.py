@@ -274,10 +274,11 @@ def _direct_norms_on_cpu(
         return NotImplemented
     bounds, count = unit_bounds(offsets), len(lefts)
     # Each has memory of its own, as a registered op's results must.
-    squares, *both = (torch.empty(count, len(bounds) - 1, dtype=t) for t in (torch.float32, *[torch.float64] * 2))
+    squares = torch.empty(count, len(bounds) - 1)
+    products, counts = torch.empty_like(squares, dtype=torch.float64), torch.empty_like(squares, dtype=torch.float64)
     factors, skipped = (native_factors(lefts), native_factors(rights)), [at in known for at in range(count)]
-    _native.direct_norms_group(*factors, bounds, skipped, FEW_COLUMNS, squares, *both, native_threads())
-    return squares, both[0], both[1]
+    _native.direct_norms_group(*factors, bounds, skipped, FEW_COLUMNS, squares, products, counts, native_threads())
+    return squares, products, counts
 
 
 @CHOSEN_SQNORM.on_cpu

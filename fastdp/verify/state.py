@@ -102,8 +102,8 @@ class StateCheck:
                 self.frozen_written = True
 
     def _require_buffers(self, error: Callable[[str], Exception]) -> None:
-        written = (version(buffer) != count for buffer, count in self._buffers.values())
-        if _native.same_values(self._tables, self._held_buffers) and not any(written):
+        written = self._buffers and any(version(buffer) != count for buffer, count in self._buffers.values())
+        if not written and _native.same_values(self._tables, self._held_buffers):
             return
         for name, seen in self._saved_buffers().items():
             if name not in self.harmless and was_written(self._buffers.get(name), seen):

@@ -201,7 +201,7 @@ class Accumulator(Sums):
         """Scales ``[groups, units]`` of the policy times the units' weights, counting what was dropped or left whole."""
         self.require_one_clip()
         self.bounds = self.policy.bounds
-        scales = self.policy.scales(upper) * weights
+        scales = torch.where(weights > 0, self.policy.scales(upper) * weights, 0.0)
         kept, real = (scales > 0).any(0), torch.count_nonzero(weights)
         self.nonfinite = self.nonfinite + (real - torch.count_nonzero(kept))
         self._clipped.append((kept, upper, self.policy))
