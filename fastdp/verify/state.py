@@ -55,8 +55,7 @@ class StateCheck:
         self._list_modules()
         self._settled: _Parameters = [], [], []
         self._alike = False  # whether modules held the settled parameters when they were looked at last
-        #: Whether a frozen parameter was written between passes.
-        self.frozen_written = False
+        self.frozen_written = False  #: Whether a frozen parameter was written between passes.
         self._buffers: _Buffers = {}
 
     def settle(self, *, written: bool = False) -> None:

@@ -167,10 +167,7 @@ class _Meeting:
 
 
 class _Recorder(Follow):
-    """Records one forward pass on a few rows. What is data, weights, chosen and owned is followed by `Follow`.
-
-    ``stack`` holds the names of the modules whose forwards are running.
-    """
+    """Records one forward pass on a few rows, beside what `Follow` follows; ``stack`` names the modules that are running."""
 
     def __init__(
         self,
