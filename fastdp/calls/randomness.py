@@ -23,14 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-import fastdp._native as _native
 from fastdp.calls.composite import COMPOSITE
 from fastdp.calls.errors import SelfCheckError
 from fastdp.calls.generators import HeldGenerators, own_generators, set_seed
 
 _WORDS = 624
-#: The generator that Python's own functions draw from.
-_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 
 
 def devices(model: torch.nn.Module) -> list[int]:
@@ -63,21 +60,20 @@ def seed_everything(seed: int) -> None:
 @contextmanager
 def seed_from_os(devices: Sequence[int] = ()) -> Iterator[None]:
     """Seed every random state of the host and of these GPUs from the operating system, and restore them afterwards."""
-    state, own, (spare, words) = _python_state(), numpy.random.get_bit_generator(), _spare()  # type: ignore[attr-defined]
+    state, own, (spare, words) = random.getstate(), numpy.random.get_bit_generator(), _spare()  # type: ignore[attr-defined]
     generators = [torch.default_generator, *(_gpu_generators()[index] for index in devices)]
     states = [generator.get_state() for generator in generators]
     # A loop that leaves its iterator open ends it with the interpreter, where nothing draws any more and modules are gone.
     finalizing = sys.is_finalizing
-    secret = _secret_words(3)
     # Numpy's bit generator is swapped: copying its state, or seeding it, takes longer than a small layer.
     if own is spare or words is None:
         # A new one begins at numbers of the operating system too.
         spare = numpy.random.MT19937()
     else:
-        words[:_WORDS], words[_WORDS] = secret[2], _WORDS
+        words[:_WORDS], words[_WORDS] = numpy.frombuffer(os.urandom(4 * _WORDS), numpy.uint32), _WORDS
     numpy.random.set_bit_generator(spare)  # type: ignore[attr-defined]
     try:
-        _forget_others(secret)
+        _forget_others()
         for index in devices:
             _gpu_generators()[index].manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
         yield
@@ -85,58 +81,20 @@ def seed_from_os(devices: Sequence[int] = ()) -> Iterator[None]:
         if not finalizing():
             for generator, before in zip(generators, states):
                 generator.set_state(before)
-            _set_python_state(state)
+            random.setstate(state)
             numpy.random.set_bit_generator(own)  # type: ignore[attr-defined]
 
 
 def forget_seeds() -> None:
     """Seed every random state of the host from the operating system, whatever the user's seed."""
-    _forget_others(_secret_words(2))
+    _forget_others()
     numpy.random.seed(numpy.frombuffer(os.urandom(32), dtype=numpy.uint32))  # noqa: NPY002
 
 
-def _forget_others(secret: numpy.ndarray) -> None:
-    """`forget_seeds` of torch and Python, whose states get these words."""
-    torch.default_generator.set_state(_unknown_state(secret[0]))
-    words = _python_words()
-    if words is None:
-        random.seed(int.from_bytes(os.urandom(32), "little"))
-    else:
-        words[0], words[1:], _PYTHON.gauss_next = _WORDS, secret[1], None
-
-
-def _python_state() -> Any:
-    """The state of Python's generator; as words, which takes a tenth of the time, where it is known where they lie."""
-    words = _python_words()
-    return random.getstate() if words is None else (words.copy(), _PYTHON.gauss_next)
-
-
-def _set_python_state(state: Any) -> None:
-    words = _python_words()
-    if words is None:
-        random.setstate(state)
-    else:
-        words[:], _PYTHON.gauss_next = state
-
-
-@functools.cache
-def _python_words() -> numpy.ndarray | None:
-    """The state of Python's generator where it lies, how many words are used and the words; None where that is not known."""
-    start, size = object.__basicsize__, 4 * (_WORDS + 1)
-    if sys.implementation.name != "cpython" or random.Random.__base__.__basicsize__ < start + size:  # type: ignore[union-attr]
-        return None
-    held: Any = (ctypes.c_uint32 * (_WORDS + 1)).from_address(id(_PYTHON) + start)
-    words = numpy.frombuffer(held, numpy.uint32)
-    known = _PYTHON.getstate()[1]
-    return words if (*words[1:], words[0]) == known else None
-
-
-def _secret_words(states: int) -> numpy.ndarray:
-    """Words of so many states: ChaCha20's with a key of the operating system, which takes longer to give all of them."""
-    position = numpy.frombuffer(os.urandom(32) + struct.pack("<4I", 0, 0, 0, 10), numpy.uint32)
-    words = numpy.empty((states, _WORDS), numpy.uint32)
-    _native.chacha_words(words, 0, states * _WORDS // 16, position, 1, "")
-    return words
+def _forget_others() -> None:
+    """`forget_seeds` of torch and Python."""
+    torch.default_generator.set_state(_unknown_state())
+    random.seed(int.from_bytes(os.urandom(32), "little"))
 
 
 @functools.cache
@@ -307,15 +265,15 @@ def seed_own_generators(*owners: Any) -> None:
     """Seed them from the operating system."""
     for generator in own_generators(*owners):
         if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
-            generator.set_state(_unknown_state(_secret_words(1)[0]))
+            generator.set_state(_unknown_state())
         else:
             set_seed(generator, int.from_bytes(os.urandom(32), "little"))
 
 
-def _unknown_state(secret: numpy.ndarray) -> torch.Tensor:
-    """A state of torch's CPU generator with these words; a seed would set 32 bits of it."""
+def _unknown_state() -> torch.Tensor:
+    """A state of torch's CPU generator with every word drawn; a seed would set 32 bits of it."""
     state, words = _state_and_words()
-    words[:] = secret
+    words[:] = numpy.frombuffer(os.urandom(4 * _WORDS), numpy.uint32)
     return state
 
 
