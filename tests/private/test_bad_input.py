@@ -356,7 +356,7 @@ NO_BACKWARD = r"step\(\) without backward\(\)"
             {},
             lambda p: (_hand_out(p), _called_with(p, 23)),
             ValueError,
-            "handed out .* rows but the model was called with 23: .* whole; set max_physical_batch_size",
+            "handed out .* rows but the model was called with 23: .* once, and concatenate inside a wrapper module",
         ),
         (Classifier, {}, lambda p: (-_loss(p)).backward(), ValueError, "must be positive"),
         (Silent, {"criterion": _mean}, _by_criterion, ValueError, "Return one loss per row"),
