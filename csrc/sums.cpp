@@ -97,6 +97,7 @@ void masked_weighted_sum(const Factor &left, const Factor &right, const std::vec
 // Of each pair the sum over units of weights[pair][unit] times the unit's gradient, written to outs[pair], float32 [m, n], or
 // added to it where that was `begun`. The narrower factor is scaled; a unit of weight 0 is not read. Each entry is added up over
 // kChunkTokens tokens at a time, in their order.
+constexpr int64_t kScaledFloats = 1 << 18;  // scaled factors that are held at a time, but for the last: 1 MB
 void weighted_sum_group(const std::vector<Factor> &lefts, const std::vector<Factor> &rights, const std::vector<int64_t> &bounds,
                         const float *weights, const std::vector<uintptr_t> &outs, const std::vector<bool> &begun, int threads) {
     const int64_t pairs = static_cast<int64_t>(lefts.size()), units = static_cast<int64_t>(bounds.size()) - 1;
@@ -105,9 +106,7 @@ void weighted_sum_group(const std::vector<Factor> &lefts, const std::vector<Fact
     std::vector<std::vector<float>> scaled(pairs);
     std::vector<std::pair<int64_t, int64_t>> items;
     const auto turned = [&](int64_t pair) { return rights[pair].width < lefts[pair].width; };
-    for (int64_t pair = 0; pair < pairs; ++pair)
-        for (int64_t at = 0; at < std::max(lefts[pair].width, rights[pair].width); at += kBlockColumns) items.emplace_back(pair, at);
-    team_for(pairs, threads, [&](int64_t pair) {
+    const auto scale = [&](int64_t pair) {
         const Factor &narrow = turned(pair) ? rights[pair] : lefts[pair];
         scaled[pair].resize(bounds.back() * narrow.width);
         for (int64_t unit = 0; unit < units; ++unit) {
@@ -119,8 +118,8 @@ void weighted_sum_group(const std::vector<Factor> &lefts, const std::vector<Fact
                 tokens[pair].at.push_back(t);
             }
         }
-    });
-    team_for(static_cast<int64_t>(items.size()), threads, [&](int64_t item) {
+    };
+    const auto sum = [&](int64_t item) {
         static thread_local Panels panels_of_thread;
         const auto [pair, at] = items[item];
         const Factor &wide = turned(pair) ? lefts[pair] : rights[pair];
@@ -145,7 +144,18 @@ void weighted_sum_group(const std::vector<Factor> &lefts, const std::vector<Fact
                     entry = begun[pair] ? entry + total[row * kBlockColumns + j] : total[row * kBlockColumns + j];
                 }
         }
-    });
+    };
+    for (int64_t begin = 0, end = 0; begin < pairs; begin = end) {
+        items.clear();
+        for (int64_t floats = 0; end < pairs && floats < kScaledFloats; ++end) {
+            const auto [narrow, wide] = std::minmax(lefts[end].width, rights[end].width);
+            floats += bounds.back() * narrow;
+            for (int64_t at = 0; at < wide; at += kBlockColumns) items.emplace_back(end, at);
+        }
+        team_for(end - begin, threads, [&](int64_t index) { scale(begin + index); });
+        team_for(static_cast<int64_t>(items.size()), threads, sum);
+        for (int64_t pair = begin; pair < end; ++pair) std::vector<float>().swap(scaled[pair]);
+    }
 }
 
 // out[ids[t]] += masked[t] * R[t] for t < tokens: `out` float32, rows `out_stride` apart and columns next to each other; `masked`

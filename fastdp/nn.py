@@ -58,10 +58,23 @@ class NoisyHidden(nn.Module):
         resume: bool = False,
         unsafe_seed: int | None = None,
     ):
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self.place = nn.Identity()
-        self.releases = EWFT(self, layer="place", autoencoder=None, lengths="public", **given)
+        self.releases = EWFT(
+            self,
+            layer="place",
+            noise=noise,
+            sequence_length=sequence_length,
+            dataset_size=dataset_size,
+            max_norm=max_norm,
+            autoencoder=None,
+            lengths="public",
+            unchecked_records=unchecked_records,
+            secure_rounding=secure_rounding,
+            output_dir=output_dir,
+            resume=resume,
+            unsafe_seed=unsafe_seed,
+        )
 
     def forward(
         self, hidden: Tensor, *, attention_mask: Tensor | None = None, example_ids: Tensor | None = None
@@ -118,13 +131,23 @@ class PrivateEmbedding(nn.Embedding):
         special_ids: Sequence[int] = (),
         unsafe_seed: int | None = None,
     ):
-        given = {name: value for name, value in locals().items() if name not in ("self", "embedding", "__class__")}
         weight: Any = embedding.weight
         super().__init__(weight.shape[0], weight.shape[1], padding_idx=embedding.padding_idx, _weight=weight)
         self.weight = weight.requires_grad_(False)
         # Not a module of this one: its weight would be saved under two names.
         self._rows_of = [embedding]
-        self.privatizer = TextPrivatizer(weight, **given)
+        self.privatizer = TextPrivatizer(
+            weight,
+            eta=eta,
+            epsilon=epsilon,
+            tokenizer=tokenizer,
+            mechanism=mechanism,
+            cti=cti,
+            unknown=unknown,
+            duplicates=duplicates,
+            special_ids=special_ids,
+            unsafe_seed=unsafe_seed,
+        )
         self.lookups: Counter[bytes] = Counter()
         self._uncounted = self.privatizer.kept.cpu().clone()
         if embedding.padding_idx is not None:

@@ -88,7 +88,7 @@ class LowPrecisionDetector(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.found |= isinstance(out, torch.Tensor) and out.is_floating_point() and out.dtype.itemsize < 4
+        self.found |= isinstance(out, torch.Tensor) and out.requires_grad and out.dtype.itemsize < 4
         return out
 
 

@@ -78,8 +78,6 @@ class PendingGradients:
         self._gradients: list[PendingGradient] | None = None
         #: Whether some parameter may hold one: at first one of an earlier run.
         self.placed = True
-        #: Whether a parameter came to have another shape, dtype or device.
-        self.changed = False
         self._handles: dict[int, Any] = {}
 
     def place(self) -> bool:
@@ -92,7 +90,7 @@ class PendingGradients:
             return self._place() and self.clear()
         except RuntimeError:
             # A parameter was resized, cast or moved.
-            self._gradients, self.changed = list(map(self._zeros, self._parameters)), True
+            self._gradients = list(map(self._zeros, self._parameters))
             return self._place() and self.clear()
 
     def _place(self) -> bool:

@@ -113,7 +113,7 @@ class Engine(Passes):
         return self._forwards > 1
 
     def may_stray(self) -> bool:
-        # In a loop's own backward pass they are found as pending gradients are placed.
+        # In a loop's own backward pass, those are found as pending gradients are placed.
         return not self.blocked or self.trying or self.weights.cut or self.pending.place()
 
     def probes_come(self) -> bool:
@@ -205,7 +205,7 @@ class Engine(Passes):
         if self.weights.cut:
             self.weights.settle()
         self.begun = True
-        verify = self.route is None or self.backwards == 0
+        verify, follows_sums = self.route is None or self.backwards == 0, self.reductions
         checked = self.checks.before(call, ticket, inputs)
         graphs = self.graphs if self.returns_loss and self.route == USES else None
         if graphs is not None and not (checked or self.forwards.lists):
@@ -218,7 +218,7 @@ class Engine(Passes):
                     return self._traced_forward(call, ticket, junction, verify=verify, checked=checked)
                 except (UnseenUse, OwnLoss) as error:
                     # Other ranks would not follow where weights are in pieces.
-                    if self.weights.cut or (self.reductions and isinstance(error, OwnLoss)):
+                    if self.weights.cut or (follows_sums and isinstance(error, OwnLoss)):
                         raise
                     # The mode of torch's that follows sums also shows loss functions that a script imported by name.
                     self.reductions |= isinstance(error, OwnLoss)
@@ -229,6 +229,7 @@ class Engine(Passes):
             except Exception as error:
                 if self.route != USES:
                     raise
+                self.reductions = follows_sums
                 self.fall_back(str(error), ticket)
                 return self.run_forward(call, ticket, verify=True, junction=junction)[0]
 

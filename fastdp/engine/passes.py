@@ -658,9 +658,8 @@ class Passes:
             if parameter.grad is not None or name == stray:
                 parameter.grad = None
                 if self.trying:
-                    raise UnsupportedUse(
-                        f"{name} is read where no module's forward runs, as in a checkpointed function"
-                    )
+                    outside = "is read where no module's forward runs, as in a checkpointed function"
+                    raise UnsupportedUse(f"{name} {outside}")
                 raise RuntimeError(
                     f"{name} holds an unclipped gradient {when}. Call zero_grad() after step(), use modules in forward(), and "
                     "begin a penalty of weights with the first batch."

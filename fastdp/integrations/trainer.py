@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import re
@@ -75,8 +76,13 @@ _ENDED_EARLY = (
 )
 
 
+def _needs_count(loss: Callable[..., Any]) -> bool:
+    """Whether a ``compute_loss_func`` must be given the number of a batch's labels: with none it takes a mean of its own."""
+    parameter = inspect.signature(loss).parameters.get("num_items_in_batch")
+    return parameter is not None and parameter.default is parameter.empty
+
+
 def _with_count(loss: Callable[..., Any], outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    """A ``compute_loss_func`` that is given the number of a batch's labels, as Trainer's is."""
     if num_items_in_batch is None and isinstance(labels, torch.Tensor):
         num_items_in_batch = labels.ne(-100).sum()
     return loss(outputs, labels, num_items_in_batch=num_items_in_batch)
@@ -187,7 +193,7 @@ class PrivateTraining(_TrainerBase):
             )
         instance(PrivacyArguments, "fastdp.PrivacyArguments(target_epsilon=..., target_delta=...)", privacy=privacy)
         self._check_arguments(arguments, kwargs)
-        if kwargs.get("compute_loss_func") is not None:
+        if kwargs.get("compute_loss_func") is not None and _needs_count(kwargs["compute_loss_func"]):
             kwargs["compute_loss_func"] = partial(_with_count, kwargs["compute_loss_func"])
         super().__init__(*args, **kwargs)
         self.privacy = privacy

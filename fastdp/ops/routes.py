@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 ROUTES = ("gram", "direct", "instantiate")
-#: The narrower side of matrices whose gradients a GPU makes of many in one launch, at most: wider ones fill it by themselves.
+#: The narrower side of matrices that are summed many in one call, at most: wider ones keep a GPU or a processor busy alone.
 NARROW = 64
 
 # Squaring and adding up an entry of a gradient takes the direct kernel as long as multiplying this many tokens into it.

@@ -306,15 +306,15 @@ class Steps:
         return list(map(_SHAPE, self._stages.parameters.values()))
 
     def _refuse_resized(self) -> None:
-        """Resizing sets `.data`, which torch's version counters do not tell; pending gradients do."""
-        if not self._stages.engine.pending.changed:
-            return
+        """Resizing sets `.data`, which torch's version counters do not tell."""
         now = self._current_shapes()
+        if now == self._shapes:
+            return
         for name, shape, size in zip(self._stages.parameters, self._shapes, now):
             if size != shape:
                 raise RuntimeError(
-                    f"{name} was resized from {list(shape)} to {list(size)}. Resize it before make_private, or after "
-                    f"detach(). {self._spent()}"
+                    f"{name} was resized from {list(shape)} to {list(size)}. Resize it before make_private, or call detach() and "
+                    f"make_private again. {self._spent()}"
                 )
         # The loop has unfrozen more.
         self._shapes = now

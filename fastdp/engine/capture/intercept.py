@@ -203,9 +203,8 @@ def _embedding(
         ids = fold.front(input, context.layout.rows)
         if fold.natural:
             rows = context.layout.rows
-            reads.keep(
-                (F.embedding, id(weight), input.shape, rows), operation_kind("embedding", input.shape, rows, fold)
-            )
+            kind = operation_kind("embedding", input.shape, rows, fold)
+            reads.keep((F.embedding, id(weight), input.shape, rows), kind)
         found = EmbeddingUse.apply(ids, weight, padding_idx, context, False, fold.unit_offsets(ids.numel()))
         if isinstance(fold, Selection):
             return fold.follow(fold.back(found))

@@ -76,7 +76,7 @@ class Trace:
     sizes: dict[Path, int] = field(default_factory=dict)
     #: What a pass on two rows saw, in order: two traces with one signature need not be compared further.
     signature: tuple[Any, ...] = ()
-    #: Whether the forward pass draws random numbers, dropout aside, and whether it computes in less than float32.
+    #: Whether the forward pass draws random numbers, dropout aside, and whether it computes with weights in less than float32.
     draws: bool = False
     low: bool = False
     #: Calls that select by the data's values what a parameter or a loss sees, and of such losses, each with the module that
@@ -113,6 +113,7 @@ class Trace:
         self.meetings |= {key: met for key, met in latest.meetings.items() if key not in self.meetings}
         self.uses |= latest.uses
         self.selections |= latest.selections
+        self.low |= latest.low
 
     @contextmanager
     def trying(self) -> Iterator[None]:
@@ -283,7 +284,7 @@ class _Recorder(Follow):
         befores = [self.view(t) for t in given if t not in self.weights and t.dim()] if sources else []
         values = tuple(self.view(t) for t in given if t in self.weights) if sources else ()
         found, results = super().follow(func, args, kwargs, given, out), tensors(out)
-        self.low |= not _HALF.isdisjoint(map(_DTYPE, results))
+        self.low |= bool(sources) and not _HALF.isdisjoint(map(_DTYPE, results))
         if self.listed and not given:
             self.row_axes.begin(results)
         elif found:

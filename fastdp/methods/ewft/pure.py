@@ -45,8 +45,13 @@ class PureEWFT(LayerReleases):
         public_texts: Sequence[PublicText] = (),
         unsafe_seed: int | None = None,
     ):
-        given = {name: value for name, value in locals().items() if name in NoisePlace.__dataclass_fields__}
-        self.settings = NoisePlace(**{**given, "layer": layer_name(model, layer)})
+        self.settings = NoisePlace(
+            layer=layer_name(model, layer),
+            sequence_length=sequence_length,
+            dataset_size=dataset_size,
+            lengths=lengths,
+            public_texts=public_texts,
+        )
         self.mechanism = mechanism
         super().__init__(model, self.settings, unsafe_seed)
         self._records = Records(self.settings.dataset_size)

@@ -165,8 +165,19 @@ class EWFT(LayerReleases):
         resume: bool = False,
         unsafe_seed: int | None = None,
     ):
-        given = {name: value for name, value in locals().items() if name in EWFTSettings.__dataclass_fields__}
-        self.settings = EWFTSettings(**{**given, "layer": layer_name(model, layer)})
+        self.settings = EWFTSettings(
+            layer=layer_name(model, layer),
+            noise=noise,
+            sequence_length=sequence_length,
+            dataset_size=dataset_size,
+            max_norm=max_norm,
+            autoencoder=autoencoder,
+            bottom=bottom,
+            lengths=lengths,
+            unchecked_records=unchecked_records,
+            secure_rounding=secure_rounding,
+            public_texts=public_texts,
+        )
         super().__init__(model, self.settings, unsafe_seed)
         self.noise, self.noise_multiplier = noise, noise.ratios[-1]
         self.autoencoder = self._autoencoder()
